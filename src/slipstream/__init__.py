@@ -1,0 +1,3 @@
+"""Slipstream: lossless speculative decoding for language models."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Plain data that every layer above shares."""

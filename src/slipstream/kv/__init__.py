@@ -1,0 +1,1 @@
+"""The paged KV cache: `blocks` says who owns what, `cache` holds the tensors."""

@@ -1,0 +1,1 @@
+"""Pure functions of tensors and numbers: no models, no state, no I/O."""

@@ -1,0 +1,1 @@
+"""Continuous batching around one short loop: `step.py` is where to begin reading."""

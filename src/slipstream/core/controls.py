@@ -1,0 +1,69 @@
+"""From sampling parameters and the tokens so far to the controls of logits rows.
+
+Counts are taken from the token lists on every call: the prefix of a drafted position differs from
+its neighbour's, and state that is never kept can never be wrong.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.core.params import SamplingParams
+from slipstream.maths.distributions import Controls, Edits
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One position to be sampled.
+
+    Attributes:
+        params: of its request.
+        tokens: everything before the position: prompt, output, drafted tokens that lead here.
+        num_prompt: how many of them are the prompt.
+        stop_ids: tokens that end the request, impossible before `min_tokens`.
+    """
+
+    params: SamplingParams
+    tokens: Sequence[int]
+    num_prompt: int
+    stop_ids: frozenset[int] = frozenset()
+
+
+def controls(rows: Sequence[Row], device: torch.device | str = "cpu") -> Controls:
+    """The controls of R rows, as tensors on `device`."""
+    params = [row.params for row in rows]
+    edits = {i: e for i, row in enumerate(rows) if (e := _edits(row, device)) is not None}
+    return Controls(
+        temperature=torch.tensor([p.temperature for p in params], device=device),
+        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
+        top_p=torch.tensor([p.top_p for p in params], device=device),
+        min_p=torch.tensor([p.min_p for p in params], device=device),
+        edits=edits,
+    )
+
+
+def _edits(row: Row, device: torch.device | str) -> Edits | None:
+    params = row.params
+    added = dict(params.logit_bias)
+    if len(row.tokens) - row.num_prompt < params.min_tokens:
+        added.update(dict.fromkeys(row.stop_ids, -torch.inf))
+    if not added and not params.penalised:
+        return None
+
+    def ids(tokens: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(tokens, dtype=torch.int64, device=device)
+
+    counts = Counter(row.tokens[row.num_prompt :]) if params.penalised else Counter()
+    seen = sorted(set(row.tokens)) if params.repetition_penalty != 1.0 else []
+    return Edits(
+        add_ids=ids(list(added)) if added else None,
+        add_values=torch.tensor(list(added.values()), device=device) if added else None,
+        seen_ids=ids(seen) if seen else None,
+        repetition=params.repetition_penalty,
+        output_ids=ids(list(counts)) if counts else None,
+        output_counts=torch.tensor(list(counts.values()), device=device) if counts else None,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+    )

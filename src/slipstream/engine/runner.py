@@ -1,0 +1,53 @@
+"""One forward pass of the target over a packed batch."""
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from slipstream import kernels
+from slipstream.core.target import TargetOutput
+from slipstream.engine.batch import Batch
+from slipstream.kv.cache import KVCache
+from slipstream.models import CausalLM
+
+
+class ModelRunner:
+    """Runs the target model on batches, reading and writing its pages.
+
+    Args:
+        model: the target.
+        cache: its K/V.
+        taps: layers whose incoming residual stream is kept for the drafter.
+    """
+
+    def __init__(self, model: CausalLM, cache: KVCache, taps: Seq[int] = ()):
+        self.model = model
+        self.cache = cache
+        self.taps = taps
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> TargetOutput:
+        """Compute every packed token; logits only where something can be sampled."""
+
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None
+        ) -> Tensor:
+            self.cache.write(layer, batch.slots, k, v)
+            keys, values = self.cache.layer(layer)
+            return kernels.paged_attention(
+                q, keys, values, batch.attention, scale=scale, window=window
+            )
+
+        hidden, taps = self.model(batch.ids, batch.positions, attend, self.taps)
+        return TargetOutput(
+            logits=self.model.logits(hidden[batch.logit_rows]),
+            first_rows=batch.first_rows,
+            hidden=hidden,
+            taps=taps,
+            first_tokens=batch.first_tokens,
+        )

@@ -1,0 +1,74 @@
+"""The tensors that block ids index. One pool for all layers' K and V.
+
+    pool   [L, 2, num_blocks, block_size, H_kv, D]       2: keys, values
+    slot   block * block_size + offset                    the address of one token
+
+Slots past a sequence's `num_computed` hold garbage by definition and are never cleared.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Pre-allocated K/V of `num_blocks` blocks.
+
+    Args:
+        num_layers, num_kv_heads, head_dim: of the model.
+        num_blocks, block_size: of the pool.
+        dtype, device: of the tensors.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+        self.pool = torch.zeros(shape, dtype=dtype, device=device)
+        self._slots = self.pool.flatten(2, 3)  # [L, 2, num_slots, H_kv, D]
+
+    @staticmethod
+    def bytes_per_block(
+        num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> int:
+        return 2 * num_layers * num_kv_heads * head_dim * block_size * dtype.itemsize
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, each [num_blocks, block_size, H_kv, D]."""
+        return self.pool[index, 0], self.pool[index, 1]
+
+    def write(
+        self,
+        layer: int,
+        slots: Tensor,  # [T] int64
+        keys: Tensor,  # [T, H_kv, D]
+        values: Tensor,  # [T, H_kv, D]
+    ) -> None:
+        """Store one layer's K/V of T tokens."""
+        self._slots[layer, 0].index_copy_(0, slots, keys.to(self.pool.dtype))
+        self._slots[layer, 1].index_copy_(0, slots, values.to(self.pool.dtype))
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks in all layers, for shared blocks that become private."""
+        if copies:
+            source, destination = self._indices(copies)
+            self.pool.index_copy_(2, destination, self.pool.index_select(2, source))
+
+    def move_slots(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Move tokens between slots in all layers. All are read before any is written."""
+        if moves:
+            source, destination = self._indices(moves)
+            self._slots.index_copy_(2, destination, self._slots.index_select(2, source))
+
+    def _indices(self, pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        source, destination = torch.tensor(pairs, device=self.pool.device).unbind(1)
+        return source, destination

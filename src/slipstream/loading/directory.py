@@ -1,0 +1,162 @@
+"""Reading a Hugging Face model directory: `config.json` and safetensors, single or sharded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from slipstream.core.config import ModelConfig, RopeScaling
+from slipstream.core.errors import ModelError
+from slipstream.loading.weights import StoredTensor
+from slipstream.models import check_supported
+
+# Buffers that old checkpoints carry and no one needs.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+
+
+class ModelDirectory:
+    """One model directory.
+
+    Attributes:
+        config: the model's shape.
+        tensors: by name.
+
+    Raises:
+        ModelError: a file is missing or damaged, or the architecture is not supported.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = read_config(read_json(path / "config.json"))
+        self.tensors = _tensors(path, plus_one=self.config.norm_plus_one)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} has no {path.name}") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+
+
+def read_config(raw: dict[str, Any]) -> ModelConfig:
+    """The shape of a model from the contents of its `config.json`."""
+    model_type = str(raw.get("model_type"))
+    check_supported(model_type)
+    raw = raw.get("text_config", raw)
+
+    def get(key: str, default: Any = None) -> Any:
+        value = raw.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"config.json lacks {key}")
+        return value
+
+    num_layers, num_heads = int(get("num_hidden_layers")), int(get("num_attention_heads"))
+    head_dim = int(get("head_dim", int(get("hidden_size")) // num_heads))
+    is_gemma = model_type.startswith("gemma3")
+    windows = _windows(raw, model_type, num_layers)
+    ropes = [_rope(raw, window is not None and is_gemma) for window in windows]
+    scale = float(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=int(get("vocab_size")),
+        hidden_size=int(get("hidden_size")),
+        intermediate_size=int(get("intermediate_size")),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=int(get("num_key_value_heads", num_heads)),
+        head_dim=head_dim,
+        norm_eps=float(get("rms_norm_eps")),
+        context_length=int(get("max_position_embeddings")),
+        windows=tuple(windows),
+        rope_thetas=tuple(theta for theta, _, _ in ropes),
+        rope_linear_factors=tuple(factor for _, factor, _ in ropes),
+        rope_scaling=ropes[0][2],
+        attention_scale=scale,
+        qkv_bias=model_type == "qwen2" or bool(raw.get("attention_bias")),
+        output_bias=model_type != "qwen2" and bool(raw.get("attention_bias")),
+        tied=bool(get("tie_word_embeddings", is_gemma)),
+        norm_plus_one=is_gemma,
+    )
+
+
+def _windows(raw: dict[str, Any], model_type: str, num_layers: int) -> list[int | None]:
+    window = raw.get("sliding_window")
+    if not window or raw.get("use_sliding_window") is False:
+        return [None] * num_layers
+    if model_type.startswith("qwen") and "use_sliding_window" not in raw:
+        return [None] * num_layers
+    kinds = raw.get("layer_types")
+    if kinds is None and model_type.startswith("gemma3"):
+        period = raw.get("sliding_window_pattern") or 6
+        kinds = ["sliding_attention" if (i + 1) % period else "full" for i in range(num_layers)]
+    if kinds is None and model_type.startswith("qwen"):
+        first = raw.get("max_window_layers", 0)
+        kinds = ["sliding_attention" if i >= first else "full" for i in range(num_layers)]
+    if kinds is None:
+        return [int(window)] * num_layers
+    return [int(window) if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _rope(raw: dict[str, Any], is_local: bool) -> tuple[float, float, RopeScaling | None]:
+    """Base, linear factor and Llama 3 scaling of a layer; older and newer spellings."""
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    kind = "sliding_attention" if is_local else "full_attention"
+    if kind in rope:
+        rope = dict(rope[kind])
+    elif is_local:
+        return float(raw.get("rope_local_base_freq") or 10000.0), 1.0, None
+    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    name = rope.get("rope_type") or rope.get("type") or "default"
+    if name == "default":
+        return theta, 1.0, None
+    if name == "linear":
+        return theta, float(rope["factor"]), None
+    if name == "llama3":
+        scaling = RopeScaling(
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_context=int(rope["original_max_position_embeddings"]),
+        )
+        return theta, 1.0, scaling
+    raise ModelError(f"rope scaling {name!r} is not supported; supported are linear, llama3")
+
+
+def _tensors(path: Path, *, plus_one: bool) -> dict[str, StoredTensor]:
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    else:
+        names = ["model.safetensors"]
+    tensors = {}
+    for name in names:
+        tensors.update(_read_shard(path / name, plus_one=plus_one))
+    return tensors
+
+
+def _read_shard(path: Path, *, plus_one: bool) -> dict[str, StoredTensor]:
+    try:
+        shard = safe_open(path, framework="pt")
+        names = list(shard.keys())
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} has no {path.name}") from None
+    except SafetensorError as error:
+        raise ModelError(f"{path} is not a whole safetensors file: {error}") from error
+    tensors = {}
+    for name in names:
+        if name.endswith(_IGNORED_SUFFIXES):
+            continue
+        view = shard.get_slice(name)
+        is_norm = plus_one and name.endswith("norm.weight")
+
+        def read(name: str = name, is_norm: bool = is_norm) -> Tensor:
+            tensor = shard.get_tensor(name)
+            return tensor.float() + 1 if is_norm else tensor
+
+        tensors[name] = StoredTensor(tuple(view.get_shape()), view.get_dtype(), read)
+    return tensors

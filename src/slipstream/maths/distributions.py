@@ -1,0 +1,201 @@
+"""From logits to the distribution that is sampled: one function for target, drafters and all.
+
+The order is fixed, because it changes the result:
+
+    logits + bias, penalties, bans -> / temperature -> min-p -> top-k -> top-p
+
+What comes out is *scores*: float32 log-weights, -inf where a token is impossible, whose softmax
+is p. Temperature 0 is the limit: only the largest logit (the lowest token id among equals) stays.
+
+Sampling is the exponential race: with E(v) independent exponentials, argmin E(v) / p(v) has law p.
+It is evaluated as E(v) * exp(max score - score(v)), which needs no normalisation and cannot
+underflow: the most likely token has ratio 1 at any temperature, hopeless ones have infinity.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.maths.noise import Address, exponential, exponential_at
+
+# Below this share of possible tokens, noise is looked up for those tokens alone.
+_SPARSE_SHARE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """Changes to one row's logits, given the tokens that lead to it.
+
+    Attributes:
+        add_ids, add_values: numbers added to logits (bias; -inf bans). [A]
+        seen_ids: tokens of the prompt or the output, each once. [S]
+        repetition: penalty on those.
+        output_ids, output_counts: tokens of the output and how often each occurs. [O]
+        presence, frequency: penalties on those.
+    """
+
+    add_ids: Tensor | None = None
+    add_values: Tensor | None = None
+    seen_ids: Tensor | None = None
+    repetition: float = 1.0
+    output_ids: Tensor | None = None
+    output_counts: Tensor | None = None
+    presence: float = 0.0
+    frequency: float = 0.0
+
+    def apply_(self, row: Tensor) -> None:
+        """Edit one row of logits [V] in place."""
+        if self.add_ids is not None and self.add_values is not None:
+            row.index_add_(0, self.add_ids, self.add_values)
+        if self.seen_ids is not None and self.repetition != 1.0:
+            seen = row[self.seen_ids]
+            row[self.seen_ids] = torch.where(
+                seen > 0, seen / self.repetition, seen * self.repetition
+            )
+        if self.output_ids is not None and self.output_counts is not None:
+            row[self.output_ids] -= self.presence + self.frequency * self.output_counts
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """The sampling controls of R rows; every row may differ.
+
+    Attributes:
+        temperature, top_p, min_p: [R] float32.
+        top_k: [R] int64, 0 for no limit.
+        edits: row -> its edits, for rows that have any.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    edits: dict[int, Edits]
+
+
+def edited(logits: Tensor, controls: Controls) -> Tensor:
+    """Logits [R, V] in float32 with bias, penalties and bans applied; the argument is kept."""
+    if not controls.edits:
+        return logits.float()
+    logits = logits.to(torch.float32, copy=True)
+    for row, edits in controls.edits.items():
+        edits.apply_(logits[row])
+    return logits
+
+
+def scores(logits: Tensor, controls: Controls) -> Tensor:
+    """Log-weights [R, V] of the distribution that is sampled; softmax of a row is p.
+
+    Args:
+        logits: [R, V], any float type.
+        controls: of the same R rows, on the same device.
+
+    Raises:
+        ValueError: a row has NaN, or no possible token.
+    """
+    logits = edited(logits, controls)
+    best = logits.amax(-1, keepdim=True)
+    if not bool(torch.isfinite(best).all()):
+        raise ValueError("logits contain NaN or +inf, or ban every token")
+    greedy = controls.temperature == 0
+    if bool(greedy.all()):
+        return _only(logits.argmax(-1), like=logits)
+    temperature = torch.where(greedy, 1.0, controls.temperature).unsqueeze(-1)
+    weights = (logits - best) / temperature
+    weights = _truncate_min_p(weights, controls.min_p)
+    weights = _truncate_top_k(weights, controls.top_k)
+    weights = _truncate_top_p(weights, controls.top_p)
+    if bool(greedy.any()):
+        weights[greedy] = _only(logits[greedy].argmax(-1), like=weights[greedy])
+    return weights
+
+
+def probabilities(logits: Tensor, controls: Controls) -> Tensor:
+    """p [R, V] in float32: what `scores` means."""
+    return torch.softmax(scores(logits, controls), dim=-1)
+
+
+def sample(logits: Tensor, controls: Controls, addresses: Sequence[Address]) -> Tensor:
+    """One token per row, [R] int64: row r of the distribution, decided by `addresses[r]`."""
+    greedy = controls.temperature == 0
+    if bool(greedy.all()):
+        logits = edited(logits, controls)
+        if not bool(torch.isfinite(logits.amax(-1)).all()):
+            raise ValueError("logits contain NaN or +inf, or ban every token")
+        return logits.argmax(-1)
+    return race(scores(logits, controls), addresses)
+
+
+def race(weights: Tensor, addresses: Sequence[Address]) -> Tensor:
+    """The winner of the exponential race under each row of scores [R, V]: [R] int64."""
+    return finishers(weights, addresses, 1).squeeze(-1)
+
+
+def finishers(weights: Tensor, addresses: Sequence[Address], count: int) -> Tensor:
+    """The first `count` tokens to finish each row's race, in order: [R, count] int64.
+
+    They are a sample without replacement from the softmax of `weights` [R, V]. Tokens of weight
+    -inf never finish before possible ones.
+    """
+    vocab_size = weights.shape[-1]
+    num_possible = int((weights > -torch.inf).sum(-1).max())
+    if num_possible >= count and num_possible * _SPARSE_SHARE < vocab_size:
+        # In order of token id, so that equal times are resolved as on the dense path.
+        tokens = weights.topk(num_possible, dim=-1).indices.sort(dim=-1).values
+        times = _finish_times(weights.gather(-1, tokens), exponential_at(addresses, tokens))
+        return tokens.gather(-1, _first(times, count))
+    times = _finish_times(weights, exponential(addresses, vocab_size, weights.device))
+    return _first(times, count)
+
+
+def _finish_times(weights: Tensor, noise: Tensor) -> Tensor:
+    """E / p up to a factor per row; infinite where p is 0."""
+    return noise * torch.exp(weights.amax(-1, keepdim=True) - weights)
+
+
+def _first(times: Tensor, count: int) -> Tensor:
+    if count == 1:
+        return times.argmin(-1, keepdim=True)
+    return times.topk(count, dim=-1, largest=False, sorted=True).indices
+
+
+def _only(tokens: Tensor, *, like: Tensor) -> Tensor:
+    return torch.full_like(like, -torch.inf).scatter_(-1, tokens.unsqueeze(-1), 0.0)
+
+
+def _truncate_min_p(weights: Tensor, min_p: Tensor) -> Tensor:
+    """Keep tokens with p >= min_p * max p; the maximum of each row of weights is 0."""
+    if not bool((min_p > 0).any()):
+        return weights
+    return weights.masked_fill(weights < min_p.log().unsqueeze(-1), -torch.inf)
+
+
+def _truncate_top_k(weights: Tensor, top_k: Tensor) -> Tensor:
+    """Keep the k largest; all that equal the k-th stay."""
+    vocab_size = weights.shape[-1]
+    limited = (top_k > 0) & (top_k < vocab_size)
+    if not bool(limited.any()):
+        return weights
+    k = torch.where(limited, top_k, vocab_size)
+    largest = weights.topk(int(k[limited].max()), dim=-1).values
+    kth = largest.gather(-1, (k.clamp(max=largest.shape[-1]) - 1).unsqueeze(-1))
+    below = (weights < kth) & limited.unsqueeze(-1)
+    return weights.masked_fill(below, -torch.inf)
+
+
+def _truncate_top_p(weights: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the shortest prefix of the sorted tokens whose mass reaches top_p, at least one."""
+    limited = top_p < 1
+    if not bool(limited.any()):
+        return weights
+    weights = weights.clone()
+    rows = weights[limited]
+    ordered, tokens = rows.sort(dim=-1, descending=True, stable=True)
+    p = torch.softmax(ordered, dim=-1)
+    reached_before = p.cumsum(-1) - p >= top_p[limited].unsqueeze(-1)
+    reached_before[:, 0] = False
+    rows.scatter_(-1, tokens, ordered.masked_fill(reached_before, -torch.inf))
+    weights[limited] = rows
+    return weights

@@ -29,8 +29,8 @@ class SamplingParams:
         seed: same seed, same tokens. None draws a fresh one.
         n: number of independent answers; answer i of a seeded request is always the same.
         max_tokens: limit on output tokens; None means as many as the context allows.
-        min_tokens: end-of-sequence and stop tokens are impossible before this many. Stop strings
-            end the answer all the same.
+        min_tokens: before this many, end-of-sequence and stop tokens are impossible and stop
+            strings are ignored.
         stop: strings that end the answer; they are not part of it.
         include_stop_str_in_output: keep the stop string at the end of the text after all.
         stop_token_ids: further token ids that end the answer.

@@ -34,7 +34,8 @@ def commit(
         kept += 1
         is_stop = token in seq.stop_ids
         if not (is_stop and token in seq.params.stop_token_ids):
-            text += detokenizer.push(token)
+            may_stop = seq.num_output >= seq.params.min_tokens
+            text += detokenizer.push(token, may_stop=may_stop)
         seq.finish_reason, seq.stop_reason = _ending(seq, token, is_stop, detokenizer)
         if seq.finish_reason is not None:
             text += detokenizer.finish()

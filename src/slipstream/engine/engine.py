@@ -209,9 +209,7 @@ class Engine:
             for token in ids:
                 if not 0 <= token < self._vocab_size:
                     last = self._vocab_size - 1
-                    raise RequestError(
-                        f"{name} has token id {token}; the last one is {last}"
-                    )
+                    raise RequestError(f"{name} has token id {token}; the last one is {last}")
         room = self.context_length - len(prompt)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         # The last token is never computed, so it needs no slot.

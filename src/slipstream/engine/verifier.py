@@ -1,9 +1,10 @@
 """From the target's logits to verdicts, by the rules of `maths.acceptance`.
 
-This file only arranges: it pads drafts into a batch, looks up the noise addresses of positions, and
-evaluates sampling controls with the tokens that lead to each node.
+This file only arranges: it pads drafts into a batch, evaluates sampling controls with the tokens
+that lead to each node, and looks up the noise that belongs there.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from slipstream.core.controls import Row, controls
 from slipstream.core.draft import Draft, Verdict
+from slipstream.core.errors import ConfigError
 from slipstream.core.sequence import Sequence
-from slipstream.maths.acceptance import DraftBatch, match
-from slipstream.maths.distributions import sample
-from slipstream.maths.noise import Address, Stream
+from slipstream.maths import acceptance, distributions
+from slipstream.maths.acceptance import DraftBatch, FreshNoise, Target, Verdicts
+from slipstream.maths.distributions import Controls
+from slipstream.maths.noise import Address, StepNoise, Stream
 
 
 class Verifier(Protocol):
@@ -37,38 +40,99 @@ class Verifier(Protocol):
 
 
 class MatchVerifier:
-    """The speculative stream is the plain stream: `maths.acceptance.match`."""
+    """The speculative stream is the plain stream: `acceptance.match`."""
 
     def __call__(
-        self,
-        logits: Tensor,
-        first_rows: Seq[int],
-        seqs: Seq[Sequence],
-        drafts: Seq[Draft],
+        self, logits: Tensor, first_rows: Seq[int], seqs: Seq[Sequence], drafts: Seq[Draft]
     ) -> list[Verdict]:
-        batch = _pad(drafts, logits.device)
+        places = _Places(logits, first_rows, seqs, drafts)
 
         def draw(which: Tensor, nodes: Tensor) -> Tensor:
-            rows, where, addresses = [], [], []
-            for b, node in zip(which.tolist(), nodes.tolist(), strict=True):
-                seq = seqs[b]
-                path = _path_tokens(drafts[b], node)
-                tokens = seq.tokens + path if path else seq.tokens
-                rows.append(Row(seq.params, tokens, seq.num_prompt, seq.stop_ids))
-                where.append(first_rows[b] + 1 + node)
-                addresses.append(Address(seq.key, Stream.TARGET, len(tokens)))
-            return sample(logits[where], controls(rows, logits.device), addresses)
+            rows, settings = places.at(which, nodes)
+            return distributions.sample(rows, settings, places.addresses(which, nodes))
 
-        verdicts = match(batch, draw)
-        return [
-            Verdict(accepted.nonzero().flatten().tolist(), token)
-            for accepted, token in zip(
-                verdicts.accepted.cpu(), verdicts.next_tokens.tolist(), strict=True
+        batch = _pad(drafts, logits.device, with_q=False)
+        return _unpad(acceptance.match(batch, draw))
+
+
+class RatioVerifier:
+    """min(1, p / q) and the residual: `acceptance.ratio`. Equal in law to plain decoding."""
+
+    rule: Callable[[DraftBatch, Target, FreshNoise], Verdicts] = staticmethod(acceptance.ratio)
+
+    def __call__(
+        self, logits: Tensor, first_rows: Seq[int], seqs: Seq[Sequence], drafts: Seq[Draft]
+    ) -> list[Verdict]:
+        places = _Places(logits, first_rows, seqs, drafts)
+
+        def target(which: Tensor, nodes: Tensor) -> Tensor:
+            return distributions.probabilities(*places.at(which, nodes))
+
+        noise = StepNoise([seq.key for seq in seqs], [len(seq.tokens) for seq in seqs])
+        batch = _pad(drafts, logits.device, with_q=True)
+        return _unpad(self.rule(batch, target, noise))
+
+
+class BlockVerifier(RatioVerifier):
+    """The joint test over a chain: `acceptance.block`. Equal in law to plain decoding."""
+
+    rule = staticmethod(acceptance.block)
+
+
+VERIFIERS: dict[str, type[Verifier]] = {
+    "match": MatchVerifier,
+    "ratio": RatioVerifier,
+    "block": BlockVerifier,
+}
+
+
+def make_verifier(name: str) -> Verifier:
+    """The rule of that name."""
+    if name not in VERIFIERS:
+        known = ", ".join(VERIFIERS)
+        raise ConfigError(f"rejection_sample_method must be one of {known}, not {name!r}")
+    return VERIFIERS[name]()
+
+
+class _Places:
+    """Nodes of drafts as rows of logits, with the tokens that lead to them."""
+
+    def __init__(
+        self, logits: Tensor, first_rows: Seq[int], seqs: Seq[Sequence], drafts: Seq[Draft]
+    ):
+        self.logits = logits
+        self.first_rows = first_rows
+        self.seqs = seqs
+        self.drafts = drafts
+
+    def at(self, which: Tensor, nodes: Tensor) -> tuple[Tensor, Controls]:
+        """Logits [A, V] after nodes of sequences, and the controls that apply there."""
+        places = list(zip(which.tolist(), nodes.tolist(), strict=True))
+        rows = [
+            Row(
+                self.seqs[b].params,
+                self.seqs[b].tokens + _path_tokens(self.drafts[b], node),
+                self.seqs[b].num_prompt,
+                self.seqs[b].stop_ids,
             )
+            for b, node in places
+        ]
+        index = [self.first_rows[b] + 1 + node for b, node in places]
+        return self.logits[index], controls(rows, self.logits.device)
+
+    def addresses(self, which: Tensor, nodes: Tensor) -> list[Address]:
+        """The noise of the positions after those nodes."""
+        return [
+            Address(
+                self.seqs[b].key,
+                Stream.TARGET,
+                len(self.seqs[b].tokens) + len(_path_tokens(self.drafts[b], node)),
+            )
+            for b, node in zip(which.tolist(), nodes.tolist(), strict=True)
         ]
 
 
-def _pad(drafts: Seq[Draft], device: torch.device) -> DraftBatch:
+def _pad(drafts: Seq[Draft], device: torch.device, *, with_q: bool) -> DraftBatch:
     longest = max((len(draft) for draft in drafts), default=0)
 
     def padded(values: list[int]) -> list[int]:
@@ -77,7 +141,25 @@ def _pad(drafts: Seq[Draft], device: torch.device) -> DraftBatch:
     tokens = [padded(draft.token_ids) for draft in drafts]
     parents = [padded(draft.parents) for draft in drafts]
     both = torch.tensor([tokens, parents], dtype=torch.int64, device=device)
-    return DraftBatch(both[0], both[1])
+    q = None
+    given = [draft.probs for draft in drafts if draft.probs is not None]
+    if with_q and given:
+        q = torch.zeros(len(drafts), longest, given[0].shape[-1], device=device)
+        for b, draft in enumerate(drafts):
+            if draft.probs is not None:
+                q[b, : len(draft)] = draft.probs
+            elif draft.token_ids:  # a certain draft beside sampled ones
+                q[b, range(len(draft)), draft.token_ids] = 1.0
+    return DraftBatch(both[0], both[1], q)
+
+
+def _unpad(verdicts: Verdicts) -> list[Verdict]:
+    return [
+        Verdict(accepted.nonzero().flatten().tolist(), token)
+        for accepted, token in zip(
+            verdicts.accepted.cpu(), verdicts.next_tokens.tolist(), strict=True
+        )
+    ]
 
 
 def _path_tokens(draft: Draft, node: int) -> list[int]:

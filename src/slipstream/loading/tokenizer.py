@@ -13,6 +13,7 @@ It does not know chat templates beyond carrying their source (see `chat`), nor s
 """
 
 import json
+import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -153,6 +154,7 @@ class Tokenizer:
             for name in ("bos", "eos", "eot", "eom")
             if f"tokenizer.ggml.{name}_token_id" in metadata
         }
+        bos_id = ids.pop("bos", None)
         special_ids = [i for i, type_ in enumerate(types) if type_ in (_CONTROL, _UNKNOWN)]
         named_ends = {i for i in special_ids if tokens[i] in _END_NAMES}
         return cls(
@@ -163,7 +165,7 @@ class Tokenizer:
                 for token, type_ in zip(tokens, types, strict=True)
             ],
             special_ids=special_ids,
-            bos_id=ids.pop("bos", None),
+            bos_id=bos_id,
             eos_id=ids.get("eos"),
             eos_ids=named_ends.union(ids.values()),
             add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)),
@@ -201,8 +203,8 @@ class Tokenizer:
         bos_id, eos_id = (_named_id(backend, names.get(f"{end}_token")) for end in ("bos", "eos"))
         eos_ids = set() if eos_id is None else {eos_id}
         for file in ("config.json", "generation_config.json"):
-            listed = _read_json(path / file).get("eos_token_id") or []
-            eos_ids.update(listed if isinstance(listed, list) else [listed])
+            listed = _read_json(path / file).get("eos_token_id", [])
+            eos_ids.update(listed if isinstance(listed, list) else {listed} - {None})
         add_bos = config.get("add_bos_token")
         if add_bos is None:  # then the post-processor of tokenizer.json decides
             add_bos = bos_id is not None and bos_id in backend.encode("").ids
@@ -302,7 +304,7 @@ def _byte_level_backend(tokens: list[str], merges: list[str], pre: str) -> Backe
         )
     # With ignore_merges a whole word that is in the vocabulary is taken without merging.
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    backend = _bpe(tokens, pairs, ignore_merges=False)
+    backend = _bpe(tokens, pairs, ignore_merges=pre == "llama-bpe")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if pre == "gpt-2":
@@ -410,6 +412,8 @@ def _piece(token: str, type_: int, *, byte_level: bool) -> bytes:
         except KeyError:  # not written in the alphabet, so it was added as plain text
             return token.encode()
     if type_ == _BYTE:
+        if not _is_byte(token):
+            raise ModelError(f"byte token {token!r} is not written as <0xNN>; the file is damaged")
         return bytes([int(token[3:5], 16)])
     if type_ in (_NORMAL, _USER_DEFINED):
         return token.encode() if byte_level else token.replace("▁", " ").encode()
@@ -417,7 +421,7 @@ def _piece(token: str, type_: int, *, byte_level: bool) -> bytes:
 
 
 def _is_byte(token: str) -> bool:
-    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+    return re.fullmatch("<0x[0-9A-Fa-f]{2}>", token) is not None
 
 
 def _required(metadata: Mapping[str, Any], name: str) -> Any:

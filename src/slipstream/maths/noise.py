@@ -71,6 +71,40 @@ class Address:
     origin: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class StepNoise:
+    """Fresh numbers for B sequences in one step, under the `ratio` and `block` rules.
+
+    Block verification looks ahead, so a position drafted again must meet new numbers: every
+    address carries the committed length at which the step began. `acceptance.FreshNoise`.
+    """
+
+    keys: Sequence[Key]
+    origins: Sequence[int]
+
+    def drafts(self, seqs: Tensor, depths: Tensor) -> list[Address]:
+        """Where a drafter finds the numbers that draw tokens `depths` ahead."""
+        return self._addresses(Stream.DRAFT, seqs, depths)
+
+    def accepts(self, seqs: Tensor, nodes: Tensor, p: Tensor, q: Tensor) -> Tensor:
+        """u q < p: never for p = 0, always for p >= q, with no division."""
+        addresses = self._addresses(Stream.ACCEPT, seqs, torch.zeros_like(nodes))
+        uniform = uniform_at(addresses, nodes.unsqueeze(-1)).squeeze(-1)
+        return uniform * q < p
+
+    def recovers(self, seqs: Tensor, depths: Tensor | int, weights: Tensor) -> Tensor:
+        """The race over unnormalised weights [A, V]."""
+        depths = torch.as_tensor(depths, device=seqs.device).expand_as(seqs)
+        addresses = self._addresses(Stream.RECOVER, seqs, depths)
+        return (exponential(addresses, weights.shape[-1], weights.device) / weights).argmin(-1)
+
+    def _addresses(self, stream: Stream, seqs: Tensor, depths: Tensor) -> list[Address]:
+        return [
+            Address(self.keys[b], stream, self.origins[b] + depth, self.origins[b])
+            for b, depth in zip(seqs.tolist(), depths.tolist(), strict=True)
+        ]
+
+
 def exponential(
     addresses: Sequence[Address], vocab_size: int, device: torch.device | str = "cpu"
 ) -> Tensor:

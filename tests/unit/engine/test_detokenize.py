@@ -144,6 +144,11 @@ def test_stop_strings_may_be_switched_off_for_the_first_tokens(text: str, stop: 
         assert run(tokens, [stop], first_to_stop=first_to_stop)[0] == expected
 
 
+def test_a_stop_string_passed_over_is_text_at_once() -> None:
+    detokenizer = Detokenizer(Vocabulary([b"ab"]), ["ab"])
+    assert detokenizer.push(0, may_stop=False) == "ab"
+
+
 @pytest.mark.parametrize(
     ("text", "stop", "expected"),
     [

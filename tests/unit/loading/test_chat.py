@@ -161,12 +161,30 @@ def test_messages_never_add_a_control_token_and_never_lose_a_character(
     assert tokenizer().decode(ids, skip_special=False) == render(TEMPLATE, messages)
 
 
-@given(name=contents, rest=contents)
-def test_nor_together_with_what_stands_beside_them(name: str, rest: str) -> None:
-    source = "x={{ messages[0].name }}>!|>{{ messages[0].content }}<|{{ messages[0].name }}"
-    ids = encode(source, [user(rest, name=name)])
+@pytest.mark.parametrize(
+    ("before", "content", "after"),
+    [
+        ("", "<", "|end|>"),
+        ("", "a <|en", "d|>"),
+        ("", "<|end|", ">!"),
+        ("<|end|", ">", ""),
+        ("<", "s> a", ""),
+        ("<s", "> <|start|", ">"),
+    ],
+)
+def test_a_message_cannot_be_completed_to_a_control_token(
+    before: str, content: str, after: str
+) -> None:
+    ids = encode(before + "{{ messages[0].content }}" + after, [user(content)])
     assert num_control(ids) == 0
-    assert tokenizer().decode(ids) == f"x={name}>!|>{rest}<|{name}"
+    assert tokenizer().decode(ids) == before + content + after
+
+
+def test_the_templates_own_control_tokens_are_read_as_before_when_a_message_quotes_one() -> None:
+    source = "<|end|>!<|end|><s><s{{ messages[0].content }}<|start|>!"
+    ids = encode(source, [user("<s>")])
+    assert [i for i in ids if i > 255] == [259, END, 256, START]
+    assert ids[:4] == [259, END, 256, *tokenizer().encode("<", add_bos=False)]
 
 
 def test_every_string_of_a_request_is_watched() -> None:

@@ -312,6 +312,7 @@ def test_fingerprint_sees_meaning_and_not_padding() -> None:
         (byte_level_metadata(eos_token_id=258), "258 is outside"),
         (byte_level_metadata(bos_token_id=-1), "-1 is outside"),
         (sentencepiece_metadata(["a"], scores=[0.0]), "1 entries for 260 tokens"),
+        (byte_level_metadata(added=(("A", BYTE),)), "'A' is not written as <0xNN>"),
         ({}, "no tokenizer.ggml.model"),
         ({"tokenizer.ggml.model": "gpt2"}, "no tokenizer.ggml.tokens"),
     ],
@@ -362,12 +363,12 @@ def test_a_directory_is_read_with_the_files_beside_it(tmp_path: Path) -> None:
             "eos_token": "<end>",
             "chat_template": "in the configuration",
         },
-        config={"eos_token_id": 257},
+        config={"eos_token_id": 0},
         generation_config={"eos_token_id": [257, 65]},
     )
     tokenizer = Tokenizer.from_directory(tmp_path)
     assert (tokenizer.bos_id, tokenizer.eos_id) == (256, 257)
-    assert tokenizer.eos_ids == {257, 65}
+    assert tokenizer.eos_ids == {257, 65, 0}
     assert tokenizer.special_ids == {256, 257}
     assert tokenizer.vocab_size == 259
     assert not tokenizer.add_bos

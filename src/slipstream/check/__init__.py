@@ -1,0 +1,1 @@
+"""Proof that speculation changed nothing: exact laws, experiments, planted bugs, a report."""

@@ -189,14 +189,14 @@ def block(drafts: DraftBatch, target: Target, noise: FreshNoise) -> Verdicts:
         token = drafts.tokens[b, i]
         joint[b, i + 1] = _joint(joint[b, i], _at(p[b, i], token), _drawn(q[b, i], token))
 
-    left = (joint.unsqueeze(-1).to(p.dtype) * p - q).clamp(min=0)
+    left = _left(joint, p, q)
     passing = _share(left.sum(-1, dtype=torch.float64), 1 - joint)
     seqs, nodes = exists[:, 1:].nonzero(as_tuple=True)
     wins = torch.zeros_like(exists)
     wins[seqs, nodes + 1] = noise.accepts(
         seqs, nodes, passing[seqs, nodes + 1], torch.ones_like(passing[seqs, nodes + 1])
     )
-    longest = torch.where(wins, steps, 0).amax(1)
+    longest = _longest(wins)
     every = torch.arange(num_seqs, device=steps.device)
     next_tokens = noise.recovers(every, longest, _or_else(left[every, longest], p[every, longest]))
     return Verdicts(steps[:-1] < longest.unsqueeze(1), next_tokens)
@@ -292,6 +292,17 @@ def _drawn(q: Tensor, tokens: Tensor) -> Tensor:
 def _joint(before: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
     """P_i of `block`, capped at 1 at every position."""
     return (before * (p_x / q_x)).clamp(max=1)
+
+
+def _left(joint: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """(P_i p - q)+ of `block`, not normalised: [B, K + 1, V]."""
+    return (joint.unsqueeze(-1).to(p.dtype) * p - q).clamp(min=0)
+
+
+def _longest(wins: Tensor) -> Tensor:
+    """The largest prefix that passed its test, [B, K + 1] -> [B]; 0 if none did."""
+    steps = torch.arange(wins.shape[1], device=wins.device)
+    return torch.where(wins, steps, 0).amax(1)
 
 
 def _share(mass: Tensor, missing: Tensor) -> Tensor:

@@ -1,9 +1,12 @@
 """Shared by all tests. Tiny models are in `tiny.py`; real ones come from the cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import gguf
 import hypothesis
+import numpy as np
 import pytest
 import torch
 
@@ -33,3 +36,35 @@ def device() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return torch.device("cuda")
+
+
+@pytest.fixture(scope="session")
+def write_gguf() -> Callable[[Path, Mapping[str, Any], Mapping[str, Any]], Path]:
+    """Write a GGUF file from plain values.
+
+    Integers become uint32 and floats float32. A tensor is an array, or a pair of its ggml type
+    and the bytes of its blocks.
+    """
+
+    def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> Path:
+        writer = gguf.GGUFWriter(path, metadata["general.architecture"])
+        add = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            list: writer.add_array,
+        }
+        for key, value in metadata.items():
+            if key != "general.architecture":
+                add[type(value)](key, value)
+        for name, tensor in tensors.items():
+            kind, data = tensor if isinstance(tensor, tuple) else (None, np.asarray(tensor))
+            writer.add_tensor(name, data, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write

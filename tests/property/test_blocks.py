@@ -34,10 +34,10 @@ class Owner:
 
 class Pool(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(3, 9), block_size=st.integers(1, 3), caching=st.integers(0, 4)
+        num_blocks=st.integers(6, 16), block_size=st.integers(1, 4), no_caching=st.integers(0, 4)
     )
-    def build(self, num_blocks: int, block_size: int, caching: int) -> None:
-        self.blocks = BlockManager(num_blocks, block_size, prefix_caching=caching > 0)
+    def build(self, num_blocks: int, block_size: int, no_caching: int) -> None:
+        self.blocks = BlockManager(num_blocks, block_size, prefix_caching=no_caching < 4)
         self.size = block_size
         self.slots: list[object] = [None] * (num_blocks * block_size)
         self.owners: dict[int, Owner] = {}
@@ -58,50 +58,73 @@ class Pool(RuleBasedStateMachine):
         tables = {seq_id: list(self.blocks.table(seq_id)) for seq_id in self.owners}
         return tables, self.blocks.num_free, self.blocks.num_cached
 
-    @rule(prompt=st.lists(tokens, min_size=1, max_size=8), salt=salts)
-    def allocate(self, prompt: list[int], salt: bytes) -> None:
-        num_cached = self.blocks.allocate(self.next_id, prompt, salt)
+    @rule(
+        prompt=st.lists(tokens, min_size=1, max_size=10), salt=salts, missing=st.integers(0, 3)
+    )
+    def admit(self, prompt: list[int], salt: bytes, missing: int) -> None:
+        """A prompt arrives and is computed, perhaps not to its end."""
+        seq_id = self.next_id
+        num_cached = self.blocks.allocate(seq_id, prompt, salt)
         assert num_cached < len(prompt)
-        assert num_cached == len(self.blocks.table(self.next_id)) * self.size
-        assert not self.tainted & set(self.blocks.table(self.next_id))
-        self.add(Owner(prompt, salt, num_cached))  # what was hit is judged by the invariant
+        assert num_cached == len(self.blocks.table(seq_id)) * self.size
+        assert not self.tainted & set(self.blocks.table(seq_id))
+        self.add(Owner(prompt, salt, num_cached))
+        self.every_table_leads_to_its_own_prefix()  # what was hit is what was asked for
+        self.compute(seq_id, max(len(prompt) - missing, num_cached), 0)
 
     @precondition(lambda self: self.owners)
-    @rule(data=st.data(), behind=st.lists(tokens, min_size=1, max_size=4))
-    def fork(self, data: st.DataObject, behind: list[int]) -> None:
-        parent_id = self.pick(data)
+    @rule(
+        data=st.data(),
+        back=st.integers(0, 2),
+        behind=st.lists(tokens, min_size=1, max_size=4),
+        writes=st.booleans(),
+    )
+    def fork(self, data: st.DataObject, back: int, behind: list[int], writes: bool) -> None:
+        parent_id, child_id = self.pick(data), self.next_id
         parent = self.owners[parent_id]
-        num_tokens = data.draw(st.integers(0, parent.num_computed), label="num_tokens")
-        self.blocks.fork(parent_id, self.next_id, num_tokens)
+        num_tokens = max(parent.num_computed - back, 0)
+        self.blocks.fork(parent_id, child_id, num_tokens)
         self.add(Owner(parent.tokens[:num_tokens] + behind, parent.salt, num_tokens))
+        if writes:
+            self.compute(child_id, num_tokens + 1, 0)
 
     @precondition(lambda self: self.owners)
-    @rule(data=st.data(), emitted=st.lists(tokens, max_size=3), num_drafted=st.integers(0, 4))
-    def compute(self, data: st.DataObject, emitted: list[int], num_drafted: int) -> None:
-        """A step: pending tokens and a draft are written, then the answer grows."""
+    @rule(
+        data=st.data(),
+        missing=st.integers(0, 2),
+        num_drafted=st.integers(0, 4),
+        emitted=st.lists(tokens, max_size=3),
+        trims=st.booleans(),
+    )
+    def step(
+        self,
+        data: st.DataObject,
+        missing: int,
+        num_drafted: int,
+        emitted: list[int],
+        trims: bool,
+    ) -> None:
+        """Pending tokens and a draft are computed, then the answer grows."""
         seq_id = self.pick(data)
         owner = self.owners[seq_id]
-        start = owner.num_computed
-        stop = data.draw(st.integers(start, len(owner.tokens)), label="stop")
-        end = stop + num_drafted
+        stop = max(len(owner.tokens) - missing, owner.num_computed)
+        if self.compute(seq_id, stop, num_drafted):
+            owner.tokens += emitted
+            if trims:
+                self.blocks.trim(seq_id, stop)
+
+    def compute(self, seq_id: int, stop: int, num_drafted: int) -> bool:
+        owner = self.owners[seq_id]
+        start, end = owner.num_computed, stop + num_drafted
         if not self.reserve(seq_id, start, end):
-            return
+            return False
         for index in range(start, end):
             slot = self.slot(seq_id, index)
             self.slots[slot] = owner.content(index) if index < stop else f"draft of {seq_id}"
             self.tainted.discard(slot // self.size)
         owner.num_computed = stop
-        owner.tokens += emitted
         self.blocks.commit(seq_id, owner.tokens, stop)
-        if data.draw(st.booleans(), label="trim"):
-            self.blocks.trim(seq_id, stop)
-
-    @precondition(lambda self: self.owners)
-    @rule(data=st.data(), num_tokens=st.integers(0, 30))
-    def only_reserve(self, data: st.DataObject, num_tokens: int) -> None:
-        seq_id = self.pick(data)
-        start = self.owners[seq_id].num_computed
-        self.reserve(seq_id, start, start + num_tokens)
+        return True
 
     def reserve(self, seq_id: int, start: int, stop: int) -> bool:
         before = self.snapshot()
@@ -115,6 +138,7 @@ class Pool(RuleBasedStateMachine):
         except OutOfBlocks:
             assert not fits, "refused although there was room"
             assert self.snapshot() == before
+            self.release(max(self.owners), reusable=True)  # as if the youngest were preempted
             return False
         assert fits
         contents = [self.slots[s * self.size : (s + 1) * self.size] for s, _ in copies]
@@ -126,19 +150,23 @@ class Pool(RuleBasedStateMachine):
         return True
 
     @precondition(lambda self: self.owners)
-    @rule(data=st.data(), instead=st.lists(tokens, min_size=1, max_size=4))
-    def roll_back(self, data: st.DataObject, instead: list[int]) -> None:
+    @rule(
+        data=st.data(), back=st.integers(1, 4), instead=st.lists(tokens, min_size=1, max_size=4)
+    )
+    def roll_back(self, data: st.DataObject, back: int, instead: list[int]) -> None:
         """The counter goes back, and other tokens take the place of those past it."""
         seq_id = self.pick(data)
         owner = self.owners[seq_id]
-        owner.num_computed = data.draw(st.integers(0, owner.num_computed), label="num_computed")
+        owner.num_computed = max(owner.num_computed - back, 0)
         owner.tokens = owner.tokens[: owner.num_computed] + instead
         self.blocks.trim(seq_id, owner.num_computed)
 
-    @precondition(lambda self: self.owners)
+    @precondition(lambda self: len(self.owners) > 2)
     @rule(data=st.data(), reusable=st.booleans())
     def free(self, data: st.DataObject, reusable: bool) -> None:
-        seq_id = self.pick(data)
+        self.release(self.pick(data), reusable)
+
+    def release(self, seq_id: int, reusable: bool) -> None:
         if not reusable:
             self.tainted |= set(self.blocks.table(seq_id))
         self.blocks.free(seq_id, reusable=reusable)
@@ -163,4 +191,4 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=30)
+TestPool.settings = settings(max_examples=250, stateful_step_count=50)

@@ -1,5 +1,6 @@
 """What was checked, what was caught, and the verdict."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -45,6 +46,15 @@ class Reproducer:
     got: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts beside what they should be, for a plot."""
+
+    name: str
+    observed: list[int]
+    expected: list[float]
+
+
 @dataclass(slots=True)
 class Report:
     """A whole proof or refutation.
@@ -55,10 +65,12 @@ class Report:
         checks: of the code as it is; all must pass.
         planted: bugs; all must be caught, or passing means nothing.
         cases, equal: level C, seeded requests compared and how many agreed to the end.
-        first_divergence_margins: how close the two best tokens were where streams parted.
+        first_divergence_margins: how far the specification is from the other token where streams
+            parted, in units of logits; infinite where it excludes that token.
         detectable_tv, power: the smallest bias the samples would have shown, how surely.
         samples_needed: how many would be enough; None if there were enough.
         reproducer: of a refutation.
+        histograms: for plots.
     """
 
     title: str
@@ -72,6 +84,7 @@ class Report:
     power: float | None = None
     samples_needed: int | None = None
     reproducer: Reproducer | None = None
+    histograms: list[Histogram] = field(default_factory=list)
 
     @property
     def exit_code(self) -> int:
@@ -83,4 +96,9 @@ class Report:
         return PROVED if all(bug.caught for bug in self.planted) else REFUTED
 
     def as_json(self) -> dict[str, Any]:
-        return {"proved": self.exit_code == PROVED} | asdict(self)
+        """Plain values for JSON, which has no infinity: null stands for it."""
+        values = asdict(self)
+        values["first_divergence_margins"] = [
+            margin if math.isfinite(margin) else None for margin in self.first_divergence_margins
+        ]
+        return {"proved": self.exit_code == PROVED} | values

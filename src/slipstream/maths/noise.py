@@ -109,7 +109,8 @@ def exponential(
     addresses: Sequence[Address], vocab_size: int, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Exponential(1) noise of every token at each address: [R, V] float32."""
-    if torch.device(device).type != "cpu":
+    # Below some size, setting up numpy's generator costs more than the row.
+    if torch.device(device).type != "cpu" or vocab_size <= 64:
         tokens = torch.arange(vocab_size, device=device).expand(len(addresses), -1)
         return exponential_at(addresses, tokens)
     noise = torch.empty(len(addresses), vocab_size)

@@ -1,0 +1,166 @@
+"""Speculative answers against plain ones, token for token.
+
+Under `match`, and at temperature 0 under any rule, losslessness is equality. Where the arithmetic
+is not the same bits in every batch, two streams may part at a near-tie; the specification is asked
+how near it was (`margin`), and a divergence it does not explain refutes.
+
+What equality of n answers shows: both streams use the same noise, so the total variation between
+their laws is at most the chance that they differ. Were that chance d, n answers would all be equal
+with probability (1 - d)^n only.
+"""
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.check.margin import margins
+from slipstream.check.report import Check, Planted, Report, Reproducer
+from slipstream.check.trial import POWER, Case, Trial, known
+from slipstream.core.draft import Draft, Verdict
+from slipstream.core.outputs import CompletionOutput
+from slipstream.core.sequence import Sequence
+from slipstream.drafters.synthetic import SyntheticDrafter
+from slipstream.engine.verifier import Verifier, make_verifier
+
+HIT_RATE = 0.7
+_NUM_PLANTED_CASES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Two answers to one case that part.
+
+    Attributes:
+        position: output tokens they have in common.
+        margin: how far the specification is from emitting the worse of the two tokens there, in
+            units of logits; infinite if it cannot, or if only one answer goes on.
+    """
+
+    case: Case
+    position: int
+    expected: CompletionOutput
+    got: CompletionOutput
+    margin: float
+
+
+def samples_for(detect: float) -> int:
+    """Equal answers that exclude a chance `detect` of differing."""
+    return math.ceil(math.log(1 - POWER) / math.log(1 - detect))
+
+
+def detectable(num_equal: int) -> float:
+    """Inverse of `samples_for`."""
+    return 1 - (1 - POWER) ** (1 / num_equal)
+
+
+def prove_equality(trial: Trial, cases: Seq[Case], report: Report) -> None:
+    """Fill a report: plain against itself, speculative against plain, and a planted bug."""
+    plain = trial.run("Plain", cases)
+    again = trial.run("Plain, in another batch", cases, stagger=True)
+    parted = divergences(trial, cases, plain, again)
+    report.checks.append(_check(trial, "plain decoding agrees with itself", again, parted))
+
+    trees = trial.rule != "block"
+    drafter = SyntheticDrafter(known(plain), trial.vocab_size, HIT_RATE, trees=trees)
+    verifier = make_verifier(trial.rule)
+    drafted = trial.run("Speculative", cases, drafter=drafter, verifier=verifier, stagger=True)
+    parted = divergences(trial, cases, plain, drafted)
+    name = "speculation changes no token"
+    report.checks.append(_check(trial, name, drafted, parted))
+    report.settings |= {"drafted": drafter.num_drafted, "accepted": drafter.num_accepted}
+    report.cases = len(cases)
+    report.equal = len(cases) - len(parted)
+    report.detectable_tv = detectable(len(cases))
+    report.first_divergence_margins = sorted(each.margin for each in parted)
+    report.reproducer = _smallest(trial, parted)
+
+    longest = sorted(range(len(cases)), key=lambda i: -len(plain[i].token_ids))
+    some = longest[:_NUM_PLANTED_CASES]
+    few, want = [cases[i] for i in some], [plain[i] for i in some]
+    wrong = SyntheticDrafter({}, trial.vocab_size, 0.0, trees=trees)
+    kept = trial.run("Planted bug", few, drafter=wrong, verifier=_KeepsOneToken(verifier))
+    check = _check(trial, name, kept, divergences(trial, few, want, kept))
+    report.planted.append(Planted("one rejected token kept", not check.passed, name, check.detail))
+
+
+def divergences(
+    trial: Trial,
+    cases: Seq[Case],
+    expected: Seq[CompletionOutput],
+    got: Seq[CompletionOutput],
+) -> list[Divergence]:
+    """The cases whose answers differ, with their margins."""
+    found = []
+    for case, a, b in zip(cases, expected, got, strict=True):
+        if (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason):
+            continue
+        pairs = zip(a.token_ids, b.token_ids, strict=False)
+        shorter = min(len(a.token_ids), len(b.token_ids))
+        position = next((i for i, (x, y) in enumerate(pairs) if x != y), shorter)
+        margin = math.inf
+        if position < shorter:
+            margin = max(_margin(trial, case, a, position), _margin(trial, case, b, position))
+        found.append(Divergence(case, position, a, b, margin))
+    return found
+
+
+def _margin(trial: Trial, case: Case, answer: CompletionOutput, position: int) -> float:
+    output = answer.token_ids[: position + 1]
+    logits, controls, addresses = trial.specified(case, output, position)
+    tokens = torch.tensor(output[position:], device=logits.device)
+    return float(margins(logits, controls, addresses, tokens, trial.logit_slack))
+
+
+def _check(
+    trial: Trial, name: str, answers: Seq[CompletionOutput], parted: Seq[Divergence]
+) -> Check:
+    explained = [each.margin for each in parted if each.margin <= trial.logit_slack]
+    num_tokens = sum(len(answer.token_ids) for answer in answers)
+    num_equal = len(answers) - len(parted)
+    detail = f"{num_equal} of {len(answers)} answers equal, {num_tokens} tokens"
+    if explained:
+        detail += (
+            f"; {len(explained)} part at a near-tie, margins up to {max(explained):.2g} "
+            f"(limit {trial.logit_slack:g})"
+        )
+    if len(parted) > len(explained):
+        worst = max(each.margin for each in parted)
+        detail += f"; {len(parted) - len(explained)} differ, margins up to {worst:.2g}"
+    return Check(name, len(parted) == len(explained), detail)
+
+
+def _smallest(trial: Trial, parted: Seq[Divergence]) -> Reproducer | None:
+    """The earliest divergence that no near-tie explains, behind the shortest prompt."""
+    wrong = [each for each in parted if each.margin > trial.logit_slack]
+    if not wrong:
+        return None
+    least = min(wrong, key=lambda each: (each.position, len(each.case.prompt)))
+    stop = least.position + 1
+    return Reproducer(
+        prompt=least.case.prompt,
+        seed=least.case.params.seed or 0,
+        position=least.position,
+        expected=least.expected.token_ids[:stop],
+        got=least.got.token_ids[:stop],
+    )
+
+
+class _KeepsOneToken:
+    """A planted bug: the first time a draft is rejected altogether, its first token stays."""
+
+    def __init__(self, verifier: Verifier):
+        self.verifier = verifier
+        self.is_planted = False
+
+    def __call__(
+        self, logits: Tensor, first_rows: Seq[int], seqs: Seq[Sequence], drafts: Seq[Draft]
+    ) -> list[Verdict]:
+        verdicts = self.verifier(logits, first_rows, seqs, drafts)
+        for i, (draft, verdict) in enumerate(zip(drafts, verdicts, strict=True)):
+            if len(draft) > 0 and not verdict.path and not self.is_planted:
+                verdicts[i] = Verdict([0], verdict.next_token)
+                self.is_planted = True
+        return verdicts

@@ -1,8 +1,9 @@
 """Makes logits.json: what transformers computes from the same GGUF files, in float32.
 
-The tokens are a formula, so only numbers are kept: at some positions the most likely ids and their
-logits. Beside them stands how far our reference was from transformers over all positions when the
-file was made.
+The tokens are a formula, so only numbers are kept: at some positions the most likely ids, their
+logits, and the logarithm of the sum of all exponentials, which turns logits into log-probabilities.
+Beside them stands how far our reference was from transformers over all positions when the file was
+made.
 
     pip install accelerate
     python tests/golden/make_logits.py
@@ -52,6 +53,7 @@ def measure(alias: str, num_tokens: int) -> dict[str, Any]:
         "positions": positions,
         "top_ids": top.indices.tolist(),
         "top_logits": [[round(value, 4) for value in row] for row in top.values.tolist()],
+        "log_sums": [round(value, 4) for value in expected[positions].logsumexp(-1).tolist()],
         "largest_difference_when_made": float(f"{difference:.1e}"),
     }
 
@@ -67,7 +69,6 @@ def transformers_logits(path: Path, tokens: list[int]) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
     )
-    print(model.config)
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0]
 

@@ -1,6 +1,11 @@
 """What comes back: token by token while streaming, and as a whole at the end."""
 
 from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# Where a token came from: a draft, the target's correction of one, the target's addition to a
+# wholly accepted one, or a pass without a draft.
+Origin = Literal["accepted", "recovered", "bonus", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,7 @@ class Delta:
     index: int
     text: str
     token_ids: list[int]
+    origins: list[Origin] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -33,7 +39,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Where a request's time went, in seconds from its arrival; counts in tokens."""
+    """Where a request's time went, in seconds from its arrival; counts in tokens.
+
+    Attributes:
+        speculative_decoding: what became of its drafts (`DraftCounts.as_dict`).
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -41,6 +51,7 @@ class Metrics:
     num_preemptions: int
     time_to_first_token_sec: float
     total_sec: float
+    speculative_decoding: dict[str, Any] = field(default_factory=dict)
 
     @property
     def decode_tokens_per_sec(self) -> float | None:

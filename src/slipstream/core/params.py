@@ -38,6 +38,7 @@ class SamplingParams:
         skip_special_tokens: leave control tokens out of the text.
         logprobs: return the log-probability of each token and of this many most likely ones,
             under the model's own distribution (before bias, penalties and temperature).
+        speculative: whether drafts may be used; the tokens are the same either way.
     """
 
     temperature: float = 1.0
@@ -58,6 +59,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    speculative: bool = True
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from slipstream.core.counts import DraftCounts
 from slipstream.core.outputs import TokenLogprobs
 from slipstream.core.params import SamplingParams
 from slipstream.maths.noise import Key
@@ -54,6 +55,7 @@ class Sequence:
     stop_reason: int | str | None = None
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)
     arrival_sec: float = 0.0
     first_token_sec: float | None = None
     finished_sec: float | None = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.draft import Draft, Verdict
-from slipstream.core.outputs import Delta, TokenLogprobs
+from slipstream.core.outputs import Delta, Origin, TokenLogprobs
 from slipstream.core.sequence import Sequence
 from slipstream.engine.detokenize import Detokenizer
 
@@ -41,6 +41,7 @@ def commit(
             text += detokenizer.finish()
             break
     seq.text += text
+    seq.draft_counts.add(draft, verdict, kept)
     logprobs = []
     if seq.params.logprobs is not None:
         logprobs = _logprobs(logits[rows[:kept]], emitted[:kept], seq.params.logprobs)
@@ -50,10 +51,19 @@ def commit(
         index=seq.index,
         text=text,
         token_ids=emitted[:kept],
+        origins=_origins(draft, verdict)[:kept],
         logprobs=logprobs,
         finish_reason=seq.finish_reason,
         stop_reason=seq.stop_reason,
     )
+
+
+def _origins(draft: Draft, verdict: Verdict) -> list[Origin]:
+    accepted: list[Origin] = ["accepted"] * len(verdict.path)
+    if not draft.token_ids:
+        return [*accepted, "plain"]
+    last = verdict.path[-1] if verdict.path else -1
+    return [*accepted, "recovered" if last in draft.parents else "bonus"]
 
 
 def _ending(

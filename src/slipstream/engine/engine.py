@@ -9,8 +9,9 @@ whoever shares it between threads brings a lock.
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from slipstream.core.counts import DraftCounts
 from slipstream.core.errors import RequestError
 from slipstream.core.outputs import CompletionOutput, Delta, Metrics, RequestOutput
 from slipstream.core.params import SamplingParams
@@ -32,6 +33,7 @@ class EngineStats:
         draft_sec, verify_sec, total_sec: time in steps; `total` includes both.
         num_running, num_waiting: sequences.
         num_free_blocks, num_cached_blocks, num_used_blocks: of the KV pool.
+        drafts: of all requests that have ended.
     """
 
     num_steps: int = 0
@@ -46,6 +48,7 @@ class EngineStats:
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_used_blocks: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
 
 class Engine:
@@ -261,6 +264,7 @@ class Engine:
         self.parts.scheduler.finish(seq)
         self.parts.drafter.forget(seq.seq_id)
         del self._detokenizers[seq.seq_id]
+        self._stats.drafts.merge(seq.draft_counts)
         seq.finished_sec = time.perf_counter()
 
     def _count(self, result: StepResult, deltas: Seq[Delta]) -> None:
@@ -291,5 +295,6 @@ def _completion(seq: Sequence) -> CompletionOutput:
             num_preemptions=seq.num_preemptions,
             time_to_first_token_sec=first_token_sec - seq.arrival_sec,
             total_sec=seq.finished_sec - seq.arrival_sec,
+            speculative_decoding=seq.draft_counts.as_dict(),
         ),
     )

@@ -95,11 +95,10 @@ def _propose(parts: Parts, plan: Plan) -> list[Draft]:
     ready = [i for i in range(len(plan.seqs)) if plan.reaches_end(i)]
     budgets = parts.controller.budgets([plan.seqs[i] for i in ready])
     for position, i in enumerate(ready):
+        seq = plan.seqs[i]
         # The pass always yields one token more than it accepts.
-        wanted = budgets[position] if plan.seqs[i].room > 1 else 0
-        budgets[position] = parts.scheduler.reserve_draft(
-            plan.seqs[i], plan.num_tokens[i], wanted, plan
-        )
+        wanted = budgets[position] if seq.params.speculative and seq.room > 1 else 0
+        budgets[position] = parts.scheduler.reserve_draft(seq, plan.num_tokens[i], wanted, plan)
     proposed = parts.drafter.propose([plan.seqs[i] for i in ready], budgets)
     for i, budget, draft in zip(ready, budgets, proposed, strict=True):
         assert len(draft) <= budget, f"{len(draft)} nodes drafted, {budget} allowed"

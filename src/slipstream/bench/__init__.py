@@ -1,0 +1,1 @@
+"""Measuring what the engine and its parts cost."""

@@ -1,0 +1,176 @@
+"""How long the acceptance rules take: `python -m slipstream.bench.acceptance`.
+
+Two points. Many short drafts over a tiny vocabulary show what a draft costs; few over a real one
+show what a token of vocabulary costs. Both include looking up noise, and the second starts from
+logits. Its drafts are accepted whole, which is the most work: every node is visited.
+
+All cases of a round run one after another, so that a slow moment of the machine hits all alike.
+Medians and quartiles; the last line is JSON.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import quantiles
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+import slipstream
+from slipstream.maths import acceptance
+from slipstream.maths.acceptance import DraftBatch
+from slipstream.maths.distributions import Controls, probabilities, sample
+from slipstream.maths.noise import Address, Key, StepNoise, Stream
+
+Cases = dict[str, Callable[[], object]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time the acceptance rules.")
+    parser.add_argument("--rounds", type=int, default=9, help="timed runs of each case, at least 2")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    cases = many_short_drafts() | few_long_rows()
+    times = measure(cases, args.rounds)
+    width = max(map(len, times))
+    print(f"{'':{width}}  median ms   quartiles")
+    for name, (low, median, high) in times.items():
+        print(f"{name:{width}}  {median:9.1f}   {low:.1f} to {high:.1f}")
+    print(json.dumps({"unit": "ms", "quartiles": times, **circumstances(args.rounds)}))
+
+
+def measure(cases: Cases, rounds: int) -> dict[str, list[float]]:
+    """Quartiles of each case in milliseconds."""
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    for is_timed in [False] + [True] * rounds:
+        for name, run in cases.items():
+            start = perf_counter()
+            run()
+            if is_timed:
+                samples[name].append(1e3 * (perf_counter() - start))
+    return {name: [round(t, 3) for t in quantiles(times)] for name, times in samples.items()}
+
+
+def many_short_drafts(num_seqs: int = 10_000, gamma: int = 4) -> Cases:
+    """Chains over 8 tokens, drafted independently; p is a table."""
+    p = torch.tensor([0.32, 0.24, 0.16, 0.10, 0.08, 0.05, 0.03, 0.02])
+    q = torch.tensor([0.15, 0.30, 0.20, 0.15, 0.05, 0.05, 0.05, 0.05])
+    keys = [Key(seed) for seed in range(num_seqs)]
+    noise = StepNoise(keys, [0] * num_seqs)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.multinomial(q, num_seqs * gamma, replacement=True, generator=generator)
+    drafts = _chains(tokens.view(num_seqs, gamma), q.expand(num_seqs, gamma, -1))
+
+    def target(seqs: Tensor, nodes: Tensor) -> Tensor:
+        return p.expand(len(seqs), -1)
+
+    def draw(seqs: Tensor, nodes: Tensor) -> Tensor:
+        logits = p.log().expand(len(seqs), -1)
+        return sample(logits, _controls(len(seqs), 1.0), _addresses(keys, seqs, nodes))
+
+    size = f"{num_seqs} chains of {gamma}, V = {len(p)}"
+    return {
+        f"match, {size}": lambda: acceptance.match(drafts, draw),
+        f"ratio, {size}": lambda: acceptance.ratio(drafts, target, noise),
+        f"block, {size}": lambda: acceptance.block(drafts, target, noise),
+    }
+
+
+def few_long_rows(num_seqs: int = 8, gamma: int = 8, vocab_size: int = 152_000) -> Cases:
+    """Drafts over a real vocabulary, all accepted; p comes from logits [B, K + 1, V]."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(num_seqs, gamma + 1, vocab_size, generator=generator)
+    keys = [Key(seed) for seed in range(num_seqs)]
+    noise = StepNoise(keys, [0] * num_seqs)
+
+    def draw_at(temperature: float) -> acceptance.Draw:
+        def draw(seqs: Tensor, nodes: Tensor) -> Tensor:
+            controls = _controls(len(seqs), temperature)
+            return sample(logits[seqs, nodes + 1], controls, _addresses(keys, seqs, nodes))
+
+        return draw
+
+    def target(seqs: Tensor, nodes: Tensor) -> Tensor:
+        return probabilities(logits[seqs, nodes + 1], _controls(len(seqs), 1.0))
+
+    def own_choice(draw: acceptance.Draw) -> DraftBatch:
+        """What the target samples at each node, so that all of it is accepted."""
+        every = torch.arange(num_seqs)
+        nodes = range(-1, gamma - 1)
+        return _chains(torch.stack([draw(every, torch.full_like(every, n)) for n in nodes], dim=1))
+
+    sampled, greedy = own_choice(draw_at(1.0)), own_choice(draw_at(0.0))
+    every_seq = torch.arange(num_seqs).repeat_interleave(gamma)
+    every_node = torch.arange(-1, gamma - 1).repeat(num_seqs)
+    q = target(every_seq, every_node).view(num_seqs, gamma, vocab_size)
+    equal = _chains(sampled.tokens, q)
+
+    size = f"{num_seqs} chains of {gamma}, V = {vocab_size}"
+    return {
+        f"match at temperature 1, {size}": lambda: acceptance.match(sampled, draw_at(1.0)),
+        f"match at temperature 0, {size}": lambda: acceptance.match(greedy, draw_at(0.0)),
+        f"ratio at temperature 1, {size}": lambda: acceptance.ratio(equal, target, noise),
+        f"block at temperature 1, {size}": lambda: acceptance.block(equal, target, noise),
+    }
+
+
+def circumstances(rounds: int) -> dict[str, object]:
+    """What a number depends on; what is not known is null."""
+    return {
+        "rounds": rounds,
+        "argv": sys.argv[1:],
+        "commit": _commit(),
+        "slipstream": slipstream.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _chains(tokens: Tensor, q: Tensor | None = None) -> DraftBatch:
+    return DraftBatch(tokens, torch.arange(-1, tokens.shape[1] - 1).expand_as(tokens), q)
+
+
+def _controls(num_rows: int, temperature: float) -> Controls:
+    return Controls(
+        temperature=torch.full((num_rows,), temperature),
+        top_k=torch.zeros(num_rows, dtype=torch.int64),
+        top_p=torch.ones(num_rows),
+        min_p=torch.zeros(num_rows),
+        edits={},
+    )
+
+
+def _addresses(keys: list[Key], seqs: Tensor, nodes: Tensor) -> list[Address]:
+    places = zip(seqs.tolist(), nodes.tolist(), strict=True)
+    return [Address(keys[b], Stream.TARGET, node + 1) for b, node in places]
+
+
+def _commit() -> str | None:
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cpu_name() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or None
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else None
+
+
+if __name__ == "__main__":
+    main()

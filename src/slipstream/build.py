@@ -6,24 +6,35 @@ from pathlib import Path
 import psutil
 import torch
 
-from slipstream.core.config import EngineConfig, ModelConfig
+from slipstream.core.config import EngineConfig
 from slipstream.core.errors import ConfigError, ModelError
+from slipstream.core.speculative import SpeculativeConfig
 from slipstream.drafters.base import Drafter, NoDrafter
-from slipstream.engine.controller import Controller, FixedController
+from slipstream.drafters.combined import CombinedDrafter
+from slipstream.drafters.draft_model import DraftModelDrafter, check_same_tokenizer
+from slipstream.drafters.ngram import NgramDrafter
+from slipstream.drafters.suffix import SuffixDrafter
+from slipstream.engine.auto import AutoController
+from slipstream.engine.calibration import calibrated
+from slipstream.engine.controller import Controller, FixedController, TableController
+from slipstream.engine.costs import CostModel
 from slipstream.engine.engine import Engine
-from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.step import Parts
-from slipstream.engine.verifier import MatchVerifier, Verifier
+from slipstream.engine.verifier import Verifier, make_verifier
 from slipstream.kv.blocks import BlockManager
 from slipstream.kv.cache import KVCache
 from slipstream.loading.chat import ChatTemplate
 from slipstream.loading.directory import ModelDirectory
 from slipstream.loading.gguf import GGUFFile
-from slipstream.loading.pull import resolve
+from slipstream.loading.pull import cache_dir, resolve
 from slipstream.loading.tokenizer import Tokenizer
 from slipstream.loading.weights import load_model
 from slipstream.models import CausalLM
+from slipstream.models.runner import ModelRunner
+
+# Most drafted tokens of a sequence and step where nobody says; the controller goes up to it.
+DEFAULT_DRAFT_TOKENS = 8
 
 DTYPES = {
     "float32": torch.float32,
@@ -106,7 +117,9 @@ def load(
 def build_engine(
     loaded: LoadedModel,
     config: EngineConfig | None = None,
+    speculative: SpeculativeConfig | None = None,
     *,
+    draft: LoadedModel | None = None,
     drafter: Drafter | None = None,
     controller: Controller | None = None,
     verifier: Verifier | None = None,
@@ -114,10 +127,12 @@ def build_engine(
     """Wire an engine around a loaded model.
 
     Args:
+        speculative: how to speculate; None is plain decoding.
+        draft: the draft model, where the method needs one.
         drafter, controller, verifier: in place of what the settings choose; for experiments.
     """
     config = config or EngineConfig()
-    drafter = drafter or NoDrafter()
+    speculative = speculative or SpeculativeConfig(method="off")
     model_config = loaded.model.config
     context_length = model_config.context_length
     if config.max_model_len is not None:
@@ -127,31 +142,84 @@ def build_engine(
                 f"{context_length}"
             )
         context_length = config.max_model_len
-    num_blocks = _num_blocks(config, model_config, context_length, loaded.model)
+    num_blocks = _num_blocks(config, context_length, loaded.model)
     blocks = BlockManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
-    cache = KVCache(
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
+    cache = KVCache.for_model(
+        model_config,
         num_blocks=num_blocks,
         block_size=config.block_size,
         dtype=loaded.model.dtype,
         device=loaded.model.device,
     )
+    drafter = drafter or make_drafter(speculative, loaded, draft, config, context_length)
+    runner = ModelRunner(loaded.model, cache, drafter.taps)
     parts = Parts(
         scheduler=Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens),
-        controller=controller or FixedController(0),
+        controller=controller or make_controller(speculative, runner),
         drafter=drafter,
-        runner=ModelRunner(loaded.model, cache, drafter.taps),
-        verifier=verifier or MatchVerifier(),
+        runner=runner,
+        verifier=verifier or make_verifier(speculative.rejection_sample_method),
     )
     return Engine(parts, loaded.tokenizer, context_length)
 
 
-def _num_blocks(
-    config: EngineConfig, model: ModelConfig, context_length: int, built: CausalLM
-) -> int:
-    """The pool's size, from the memory it may take."""
+def make_drafter(
+    speculative: SpeculativeConfig,
+    loaded: LoadedModel,
+    draft: LoadedModel | None,
+    config: EngineConfig,
+    context_length: int,
+) -> Drafter:
+    """The drafter a method names."""
+    if speculative.is_off:
+        return NoDrafter()
+    method = speculative.method
+    if method == "auto":
+        method = "combined" if draft is not None else "suffix"
+    if method == "ngram":
+        return NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
+    trees = speculative.tree is not None and speculative.rejection_sample_method == "match"
+    suffix = SuffixDrafter(
+        max_depth=speculative.suffix_decoding_max_tree_depth,
+        max_spec_factor=speculative.suffix_decoding_max_spec_factor,
+        min_token_prob=speculative.suffix_decoding_min_token_prob,
+        max_cached_requests=speculative.suffix_decoding_max_cached_requests,
+        trees=trees,
+    )
+    if method == "suffix":
+        return suffix
+    if draft is None:
+        raise ConfigError(f"method {method} needs a draft model; give its name as model")
+    check_same_tokenizer(loaded.tokenizer, draft.tokenizer)
+    model = DraftModelDrafter.for_model(
+        draft.model,
+        loaded.model.config.vocab_size,
+        num_blocks=_num_blocks(config, context_length, draft.model),
+        block_size=config.block_size,
+        rule=speculative.rejection_sample_method,
+        tree=speculative.tree,
+        chunk_tokens=config.max_num_batched_tokens,
+    )
+    return model if method == "draft_model" else CombinedDrafter(suffix, model, merge=trees)
+
+
+def make_controller(speculative: SpeculativeConfig, runner: ModelRunner) -> Controller:
+    """The controller the settings name, with its costs measured if it needs them."""
+    if speculative.is_off:
+        return FixedController(0)
+    tokens = speculative.num_speculative_tokens
+    if tokens is None:
+        tokens = speculative.tree.max_tokens if speculative.tree else DEFAULT_DRAFT_TOKENS
+    if speculative.controller == "fixed":
+        return FixedController(tokens)
+    if speculative.controller == "table":
+        return TableController(speculative.num_speculative_tokens_per_batch_size)
+    return AutoController(CostModel(calibrated(runner, cache_dir() / "costs")), tokens)
+
+
+def _num_blocks(config: EngineConfig, context_length: int, built: CausalLM) -> int:
+    """The size of a model's pool, from the memory it may take."""
+    model = built.config
     bytes_per_block = KVCache.bytes_per_block(
         model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, built.dtype
     )

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from slipstream.build import build_engine, load
+from slipstream.build import LoadedModel, build_engine, load
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.core.outputs import Delta, RequestOutput
 from slipstream.core.params import SamplingParams
+from slipstream.core.speculative import SpeculativeConfig
+from slipstream.engine.engine import Engine
 from slipstream.loading.aliases import DEFAULT_ALIAS
 from slipstream.loading.chat import encode_chat
 from slipstream.loading.tokenizer import Tokenizer
@@ -36,6 +38,8 @@ class LLM:
         dtype: auto, float32, bfloat16 or float16, for weights and K/V.
         threads: CPU threads; None leaves torch's choice.
         quiet: no progress bars.
+        speculative_config: how to speculate, as vLLM's dictionary (`SpeculativeConfig`); the
+            default drafts by lookup where that pays. {"method": "off"} is plain decoding.
         engine_options: fields of `EngineConfig`, such as max_num_seqs or kv_cache_memory.
     """
 
@@ -47,14 +51,17 @@ class LLM:
         dtype: str = "auto",
         threads: int | None = None,
         quiet: bool = False,
+        speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None,
         **engine_options: Any,
     ):
         if threads is not None:
             if threads < 1:
                 raise ConfigError(f"threads must be at least 1, not {threads}")
             torch.set_num_threads(threads)
+        if not isinstance(speculative_config, SpeculativeConfig):
+            speculative_config = SpeculativeConfig.from_dict(speculative_config or {})
         try:
-            config = EngineConfig(**engine_options)
+            self.config = EngineConfig(**engine_options)
         except TypeError:
             known = EngineConfig.__dataclass_fields__.keys()
             unknown = ", ".join(sorted(engine_options.keys() - known))
@@ -63,11 +70,25 @@ class LLM:
             ) from None
         self.quiet = quiet
         self.loaded = load(model, device=device, dtype=dtype, quiet=quiet)
-        self.engine = build_engine(self.loaded, config)
+        self._drafts: dict[str, LoadedModel] = {}
+        self.engine = self.another_engine(speculative_config)
 
     @property
     def tokenizer(self) -> Tokenizer:
         return self.loaded.tokenizer
+
+    def another_engine(self, speculative: SpeculativeConfig) -> Engine:
+        """An engine of its own around the same loaded model; draft models are loaded once."""
+        draft = None
+        if speculative.model is not None and not speculative.is_off:
+            if speculative.model not in self._drafts:
+                kind = str(self.loaded.model.dtype).removeprefix("torch.")
+                device = self.loaded.model.device.type
+                self._drafts[speculative.model] = load(
+                    speculative.model, device=device, dtype=kind, quiet=self.quiet
+                )
+            draft = self._drafts[speculative.model]
+        return build_engine(self.loaded, self.config, speculative, draft=draft)
 
     def generate(
         self,

@@ -228,9 +228,7 @@ def test_unknown_model(generate: Callable[..., Result]) -> None:
     assert_refused(generate("--model", "./absent.gguf", PROMPT), "'./absent.gguf'")
 
 
-def test_truncated_model(
-    generate: Callable[..., Result], tiny_gguf: Path, tmp_path: Path
-) -> None:
+def test_truncated_model(generate: Callable[..., Result], tiny_gguf: Path, tmp_path: Path) -> None:
     data = tiny_gguf.read_bytes()
     for length in (4, 100, len(data) // 2, len(data) - 1):
         path = tmp_path / "cut.gguf"
@@ -265,6 +263,8 @@ def test_unsupported_architecture(
         (("--logit-bias", "100=1"), ("logit_bias", "100")),
         (("--kv-cache-memory", "1K"), ("--kv-cache-memory",)),
         (("--kv-cache-memory", "0"), ("--kv-cache-memory",)),
+        # More than any machine can address.
+        (("--kv-cache-memory", "9000000T"), ("--kv-cache-memory",)),
         (("--max-model-len", "257"), ("257", "256")),
         (("--max-num-seqs", "0"), ("max_num_seqs", "0")),
         (("--block-size", "0"), ("block_size", "0")),
@@ -300,9 +300,7 @@ def test_an_empty_prompt(flags: tuple[str, ...], generate: Callable[..., Result]
         assert_refused(generate(*flags, *argument), "the prompt is empty")
 
 
-def test_a_prompt_file_that_cannot_be_read(
-    generate: Callable[..., Result], tmp_path: Path
-) -> None:
+def test_a_prompt_file_that_cannot_be_read(generate: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "latin1.txt").write_bytes(b"na\xefve")
     for name in ("absent.txt", "latin1.txt", "."):
         assert_refused(generate("--file", str(tmp_path / name)), str(tmp_path / name))

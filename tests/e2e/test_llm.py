@@ -252,9 +252,7 @@ def test_a_failure_in_the_middle_leaves_a_clean_engine(
     ],
     ids=str,
 )
-def test_refused_options_are_named(
-    options: dict[str, Any], message: str, tiny_gguf: Path
-) -> None:
+def test_refused_options_are_named(options: dict[str, Any], message: str, tiny_gguf: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(str(tiny_gguf), quiet=True, **({"device": "cpu", "kv_cache_memory": 2**20} | options))
 
@@ -298,9 +296,7 @@ def test_a_directory_is_the_same_model(
     assert other.chat(USER, GREEDY)[0].text == llm.chat(USER, GREEDY)[0].text
 
 
-def write_directory(
-    path: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarray]
-) -> None:
+def write_directory(path: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
     names = {
         "attn_norm": "input_layernorm",
         "attn_q": "self_attn.q_proj",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden.make_logits import NUM_TOKENS, make_tokens
 
+from golden.make_logits import NUM_TOKENS, make_tokens
 from slipstream import LLM, SamplingParams, reference
 
 GOLDEN = json.loads(Path(__file__).with_name("logits.json").read_text())
@@ -47,6 +47,7 @@ def test_logits_of_real_models(alias: str, model_path: Callable[[str], Path]) ->
         prompt = tokens[: golden["positions"][row] + 1]
         answer = llm.generate([prompt], params)[0].outputs[0]
         assert answer.logprobs is not None
+        assert answer.token_ids[0] in golden["top_ids"][row]
         logprobs = torch.tensor([value for _, value in answer.logprobs[0].top])
         expected = top_logits[row] - log_sums[row]
         torch.testing.assert_close(logprobs, expected, rtol=0, atol=TOLERANCE)

@@ -191,4 +191,4 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=250, stateful_step_count=50)
+TestPool.settings = settings(max_examples=150, stateful_step_count=40)

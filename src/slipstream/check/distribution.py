@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from slipstream.check.margin import possible
 from slipstream.check.report import Check, Histogram, Planted, Report, Reproducer
-from slipstream.check.trial import POWER, Case, Trial, known, request_id
+from slipstream.check.trial import POWER, Case, Trial, draft_counts, request_id
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.params import SamplingParams
 from slipstream.drafters.synthetic import SyntheticDrafter
@@ -44,6 +44,7 @@ NUM_BINS = 20  # of `stats.pit_test`
 # where truncation cuts is uncertain to a few rare tokens.
 _RARE = 0.01
 _NUM_TESTS = 5
+_NUM_SOURCES = 128
 _LEAST_FOR_PLACES = 641  # `stats.pit_test`
 # Drafted and plain answers are judged; a false alarm may come from either.
 _LEVEL = FALSE_ALARM / 2
@@ -63,10 +64,7 @@ def detectable(num_tokens: int) -> float:
 def prove_distribution(trial: Trial, cases: Seq[Case], report: Report) -> None:
     """Fill a report: speculative answers, plain ones, and those of a planted bias."""
     cases = [Case(case.prompt, _endless(case.params, 0)) for case in cases]
-    # What is drafted comes from other seeds, for plain answers are judged by the same q.
-    others = [Case(case.prompt, _endless(case.params, len(cases))) for case in cases]
-    answers = known(trial.run("Answers to draft from", others))
-    drafter = SyntheticDrafter(answers, trial.vocab_size, HIT_RATE, sampled=True)
+    drafter = _drafter(trial, cases)
 
     def score(what: str, verifier: Verifier | None) -> Scores:
         if verifier is None:
@@ -78,8 +76,9 @@ def prove_distribution(trial: Trial, cases: Seq[Case], report: Report) -> None:
     verifier = make_verifier(trial.rule)
     assert isinstance(verifier, RatioVerifier)
     scores = score("Speculative", verifier)
-    report.settings |= {"drafted": drafter.num_drafted, "accepted": drafter.num_accepted}
-    report.cases, report.detectable_tv = len(cases), detectable(scores.num_tokens)
+    report.settings |= scores.num_drafts
+    report.cases = len(cases)
+    report.detectable_tv = detectable(scores.num_tokens)
     report.reproducer = scores.impossible
     report.checks += [_possible(scores), _lawful("speculative tokens have the law p", scores)]
     report.histograms.append(scores.histogram("speculative tokens in the order of p / q"))
@@ -103,12 +102,14 @@ class Scores:
         deviations, variances: f(x) - E f and Var f of each token, by test.
         places: uniform numbers, if the tokens have the law p.
         impossible: the first token that the specification excludes.
+        num_drafts: drafted and accepted tokens.
     """
 
     deviations: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     variances: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     places: list[Tensor] = field(default_factory=list)
     impossible: Reproducer | None = None
+    num_drafts: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -133,6 +134,23 @@ class Scores:
         return Histogram(name, observed, [expected] * NUM_BINS)
 
 
+def _drafter(trial: Trial, cases: Seq[Case]) -> SyntheticDrafter:
+    """Drafts for the cases, from plain answers to the same prompts under other seeds.
+
+    Other seeds, because plain answers are to be judged by the same q.
+    """
+    others = [Case(c.prompt, _endless(c.params, len(cases))) for c in cases[:_NUM_SOURCES]]
+    sources: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
+    for other, answer in zip(others, trial.run("Answers to draft from", others), strict=True):
+        sources[tuple(other.prompt)].append(answer.token_ids)
+    answers = {}
+    for i, case in enumerate(cases):
+        mine = sources.get(tuple(case.prompt))
+        if mine:
+            answers[request_id(i)] = {0: mine[i % len(mine)]}
+    return SyntheticDrafter(answers, trial.vocab_size, HIT_RATE, sampled=True)
+
+
 def _score(
     trial: Trial,
     what: str,
@@ -140,7 +158,7 @@ def _score(
     answers: Seq[CompletionOutput],
     drafter: SyntheticDrafter,
 ) -> Scores:
-    scores = Scores()
+    scores = Scores(num_drafts=draft_counts(answers))
     pairs = list(zip(cases, answers, strict=True))
     bar = tqdm(pairs, desc=f"{what}: scoring", unit="answer", disable=trial.quiet)
     for i, (case, answer) in enumerate(bar):

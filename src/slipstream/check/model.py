@@ -68,7 +68,13 @@ def prove_model(
     cases = [
         Case(
             list(prompts[i % len(prompts)]),
-            replace(params, seed=(first_seed + i) % 2**64, n=1, max_tokens=max_tokens),
+            replace(
+                params,
+                seed=(first_seed + i) % 2**64,
+                n=1,
+                max_tokens=max_tokens,
+                speculative=True,
+            ),
         )
         for i in range(num_samples)
     ]
@@ -104,7 +110,7 @@ def _settings(
         **{
             name: getattr(params, name)
             for name in SamplingParams.__dataclass_fields__
-            if name not in ("temperature", "seed", "n", "max_tokens")
+            if name not in ("temperature", "seed", "n", "max_tokens", "speculative")
             and getattr(params, name) != getattr(default, name)
         },
         "seed": params.seed or 0,
@@ -112,6 +118,7 @@ def _settings(
         "prompts": num_prompts,
         "samples": num_samples,
         "spec tokens": trial.draft_tokens,
+        "near-tie limit": trial.logit_slack,
         "slipstream": __version__,
         "torch": torch.__version__,
     }

@@ -1,7 +1,9 @@
 """What comes back: token by token while streaming, and as a whole at the end."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from slipstream.core.counts import DraftCounts
 
 # Where a token came from: a draft, the target's correction of one, the target's addition to a
 # wholly accepted one, or a pass without a draft.
@@ -39,11 +41,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Where a request's time went, in seconds from its arrival; counts in tokens.
-
-    Attributes:
-        speculative_decoding: what became of its drafts (`DraftCounts.as_dict`).
-    """
+    """Where a request's time went, in seconds from its arrival; counts in tokens."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -51,7 +49,6 @@ class Metrics:
     num_preemptions: int
     time_to_first_token_sec: float
     total_sec: float
-    speculative_decoding: dict[str, Any] = field(default_factory=dict)
 
     @property
     def decode_tokens_per_sec(self) -> float | None:
@@ -70,6 +67,7 @@ class CompletionOutput:
         finish_reason: "stop" (end token or stop string), "length" (max_tokens or the context),
             "abort", or "error".
         stop_reason: the stop string or token id that ended it; None for the model's own end.
+        draft_counts: what became of its drafts.
     """
 
     index: int
@@ -79,6 +77,7 @@ class CompletionOutput:
     stop_reason: int | str | None
     logprobs: list[TokenLogprobs] | None
     metrics: Metrics
+    draft_counts: DraftCounts
 
 
 @dataclass(frozen=True, slots=True)

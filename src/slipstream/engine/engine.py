@@ -74,6 +74,12 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.parts.scheduler.running or self.parts.scheduler.waiting)
 
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether the next step will compute anybody's prompt."""
+        scheduler = self.parts.scheduler
+        return bool(scheduler.waiting) or any(seq.num_pending > 1 for seq in scheduler.running)
+
     def add(
         self,
         prompt: Seq[int],
@@ -263,6 +269,7 @@ class Engine:
     def _retire(self, seq: Sequence) -> None:
         self.parts.scheduler.finish(seq)
         self.parts.drafter.forget(seq.seq_id)
+        self.parts.controller.forget(seq.seq_id)
         del self._detokenizers[seq.seq_id]
         self._stats.drafts.merge(seq.draft_counts)
         seq.finished_sec = time.perf_counter()
@@ -295,6 +302,6 @@ def _completion(seq: Sequence) -> CompletionOutput:
             num_preemptions=seq.num_preemptions,
             time_to_first_token_sec=first_token_sec - seq.arrival_sec,
             total_sec=seq.finished_sec - seq.arrival_sec,
-            speculative_decoding=seq.draft_counts.as_dict(),
         ),
+        draft_counts=seq.draft_counts,
     )

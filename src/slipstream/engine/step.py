@@ -14,11 +14,12 @@ from slipstream.core.draft import NO_DRAFT, Draft, Verdict
 from slipstream.core.sequence import Sequence
 from slipstream.core.target import TargetOutput
 from slipstream.drafters.base import Drafter
-from slipstream.engine.batch import key_slots, pack
+from slipstream.engine.batch import pack
 from slipstream.engine.controller import Controller
-from slipstream.engine.runner import ModelRunner
 from slipstream.engine.scheduler import Plan, Scheduler
 from slipstream.engine.verifier import Verifier
+from slipstream.models.batch import key_slots
+from slipstream.models.runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class StepResult:
 
     Attributes:
         plan: who ran.
+        budgets: per planned sequence, nodes its draft was allowed.
         drafts, verdicts: per planned sequence; no verdict where the pass stopped short of the end
             of the committed tokens, or where the logits were unusable.
         poisoned: sequences whose logits contained NaN; nothing else was touched by it.
@@ -46,6 +48,7 @@ class StepResult:
     """
 
     plan: Plan
+    budgets: list[int] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
     verdicts: list[Verdict | None] = field(default_factory=list)
     poisoned: list[Sequence] = field(default_factory=list)
@@ -66,7 +69,7 @@ def step(parts: Parts) -> StepResult:
         return result
 
     # 1. Draft, for sequences the pass will reach the end of, into room that costs nobody else.
-    result.drafts = _propose(parts, plan)
+    result.budgets, result.drafts = _propose(parts, plan)
     drafted = time.perf_counter()
 
     # 2. Verify: one pass over everything pending.
@@ -78,7 +81,6 @@ def step(parts: Parts) -> StepResult:
     # 3. Accept: a pure function of logits, drafts and noise.
     result.verdicts, result.poisoned = _accept(parts.verifier, target, plan, result.drafts)
     parts.drafter.observe(plan.seqs, target, result.verdicts)
-    parts.controller.observe(plan.seqs, result.verdicts)
 
     # 4. Roll back: the accepted path moves together; blocks past it go back when committed.
     cache.move_slots(_moves(parts, plan, result.verdicts))
@@ -87,23 +89,27 @@ def step(parts: Parts) -> StepResult:
     result.draft_sec = drafted - began
     result.verify_sec = verified - drafted
     result.total_sec = time.perf_counter() - began
+    parts.controller.observe(result)
     return result
 
 
-def _propose(parts: Parts, plan: Plan) -> list[Draft]:
+def _propose(parts: Parts, plan: Plan) -> tuple[list[int], list[Draft]]:
+    """What each planned sequence was allowed, and what was drafted."""
+    wanted = parts.controller.budgets(plan)
+    budgets = [0] * len(plan.seqs)
     drafts = [NO_DRAFT] * len(plan.seqs)
     ready = [i for i in range(len(plan.seqs)) if plan.reaches_end(i)]
-    budgets = parts.controller.budgets([plan.seqs[i] for i in ready])
-    for position, i in enumerate(ready):
-        seq = plan.seqs[i]
+    for i in ready:
         # The pass always yields one token more than it accepts.
-        wanted = budgets[position] if seq.params.speculative and seq.room > 1 else 0
-        budgets[position] = parts.scheduler.reserve_draft(seq, plan.num_tokens[i], wanted, plan)
-    proposed = parts.drafter.propose([plan.seqs[i] for i in ready], budgets)
-    for i, budget, draft in zip(ready, budgets, proposed, strict=True):
-        assert len(draft) <= budget, f"{len(draft)} nodes drafted, {budget} allowed"
+        if plan.seqs[i].room > 1 and plan.seqs[i].params.speculative:
+            budgets[i] = parts.scheduler.reserve_draft(
+                plan.seqs[i], plan.num_tokens[i], wanted[i], plan
+            )
+    proposed = parts.drafter.propose([plan.seqs[i] for i in ready], [budgets[i] for i in ready])
+    for i, draft in zip(ready, proposed, strict=True):
+        assert len(draft) <= budgets[i], f"{len(draft)} nodes drafted, {budgets[i]} allowed"
         drafts[i] = draft.clipped(plan.seqs[i].room - 1)
-    return drafts
+    return budgets, drafts
 
 
 def _accept(

@@ -7,7 +7,8 @@ a sequence with C computed tokens and n pending ones may see:
     key index      0 .. C-1 | C .. C+n-1
                    computed | pending: itself and its ancestors (in a chain, all before it)
 
-A sliding window is measured in positions, which in a tree differ from key indices.
+A tree that is computed level by level has ancestors among the computed keys too; a mask then
+begins before C. A sliding window is measured in positions, which in a tree differ from key indices.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ class AttentionGroup:
         num_computed: [B] keys before the pending ones.
         max_keys: most keys any of them has.
         positions: [B, n] absolute positions of the pending tokens.
-        ancestors: [B, n, n] bool, which pending tokens a pending token sees; None for chains.
+        ancestors: [B, n, m] bool, m >= n: which of the last m keys, the pending ones at the end,
+            a pending token sees. It sees every key before those. None for chains.
     """
 
     rows: Tensor
@@ -57,20 +59,22 @@ class AttentionGroup:
 
     def _visible(self, start: int, stop: int, window: int | None) -> Tensor:
         num_pending = self.positions.shape[1]
+        num_masked = num_pending if self.ancestors is None else self.ancestors.shape[2]
         keys = torch.arange(start, stop, device=self.rows.device)
-        # Index among the pending tokens; negative for computed ones. [B, S]
-        pending = keys - self.num_computed.unsqueeze(1)
-        clamped = pending.clamp(0, num_pending - 1)
+        # Index among the keys a mask speaks of; negative for those before. [B, S]
+        masked = keys - (self.num_computed + num_pending - num_masked).unsqueeze(1)
+        distance = self.positions.unsqueeze(2) - keys
         if self.ancestors is None:
-            queries = torch.arange(num_pending, device=self.rows.device)
-            visible = pending.unsqueeze(1) <= queries.unsqueeze(1)
+            visible = distance >= 0
         else:
-            index = clamped.unsqueeze(1).expand(-1, num_pending, -1)
-            is_pending = ((pending >= 0) & (pending < num_pending)).unsqueeze(1)
-            visible = self.ancestors.gather(2, index) & is_pending | (pending < 0).unsqueeze(1)
+            index = masked.clamp(0, num_masked - 1).unsqueeze(1).expand(-1, num_pending, -1)
+            is_before = (masked < 0).unsqueeze(1)
+            is_masked = ((masked >= 0) & (masked < num_masked)).unsqueeze(1)
+            visible = self.ancestors.gather(2, index) & is_masked | is_before
+            # What a token sees is its path, so keys it sees beyond one are steps between them.
+            steps = self.ancestors.flip(2).cumsum(2).flip(2) - self.ancestors.long()
+            distance = torch.where(is_before, distance, steps.gather(2, index))
         if window is not None:
-            key_positions = torch.where(pending < 0, keys, self.positions.gather(1, clamped))
-            distance = self.positions.unsqueeze(2) - key_positions.unsqueeze(1)
             visible = visible & (distance < window)
         return visible
 
@@ -88,18 +92,19 @@ def plan_attention(
     num_pending: Sequence[int],
     tables: Sequence[Sequence[int]],
     positions: Tensor,  # [T]
-    ancestors: Sequence[Tensor | None],  # per sequence [n, n] bool, None for a chain
+    ancestors: Sequence[Tensor | None],  # per sequence [n, m] bool, None for a chain
 ) -> AttentionPlan:
     """Group the sequences of a packed batch; their queries lie one after another in it."""
     device = positions.device
-    members: dict[tuple[int, bool], list[int]] = {}
+    members: dict[tuple[int, int], list[int]] = {}
     for seq, count in enumerate(num_pending):
-        members.setdefault((count, ancestors[seq] is not None), []).append(seq)
+        mask = ancestors[seq]
+        members.setdefault((count, 0 if mask is None else mask.shape[1]), []).append(seq)
     first_row = [0]
     for count in num_pending:
         first_row.append(first_row[-1] + count)
     groups = []
-    for (count, is_tree), seqs in members.items():
+    for (count, num_masked), seqs in members.items():
         longest = max(len(tables[seq]) for seq in seqs)
         padded = [[*tables[seq], *[0] * (longest - len(tables[seq]))] for seq in seqs]
         starts = torch.tensor([first_row[seq] for seq in seqs], device=device)
@@ -112,7 +117,7 @@ def plan_attention(
                 num_computed=torch.tensor([num_computed[seq] for seq in seqs], device=device),
                 max_keys=max(num_computed[seq] for seq in seqs) + count,
                 positions=positions[rows],
-                ancestors=torch.stack(trees).to(device) if is_tree else None,
+                ancestors=torch.stack(trees).to(device) if num_masked else None,
             )
         )
     return AttentionPlan(groups)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slipstream.core.config import ModelConfig
+
 
 class KVCache:
     """Pre-allocated K/V of `num_blocks` blocks.
@@ -35,6 +37,27 @@ class KVCache:
         shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
         self.pool = torch.zeros(shape, dtype=dtype, device=device)
         self._slots = self.pool.flatten(2, 3)  # [L, 2, num_slots, H_kv, D]
+
+    @classmethod
+    def for_model(
+        cls,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "KVCache":
+        """A cache of the shape a model needs."""
+        return cls(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
+        )
 
     @staticmethod
     def bytes_per_block(

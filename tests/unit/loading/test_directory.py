@@ -180,6 +180,38 @@ def test_refused_configs_are_named(changes: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     "changes",
     [
+        {"hidden_act": "gelu"},
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        {"model_type": "gemma3_text", "final_logit_softcapping": 30.0},
+        {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+        {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+    ],
+    ids=str,
+)
+def test_settings_we_do_not_compute_are_refused(changes: dict[str, Any]) -> None:
+    """Ignoring them would give other logits without a word."""
+    with pytest.raises(ModelError):
+        read_config(LLAMA | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_act": "silu", "partial_rotary_factor": 1.0},
+        {"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh"},
+        {"model_type": "gemma3_text", "final_logit_softcapping": None},
+        {"model_type": "gemma3_text", "use_bidirectional_attention": False},
+    ],
+    ids=str,
+)
+def test_settings_that_say_what_is_so_anyway(changes: dict[str, Any]) -> None:
+    read_config(LLAMA | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
         {"hidden_size": "wide"},
         {"num_attention_heads": 0},
         {"num_key_value_heads": 0},

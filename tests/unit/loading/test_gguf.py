@@ -190,9 +190,7 @@ def test_biases_are_interleaved_like_their_rows(tmp_path: Path, write_gguf: Writ
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_gemma_norms_windows_and_bases(
-    scaled: bool, tmp_path: Path, write_gguf: WriteGGUF
-) -> None:
+def test_gemma_norms_windows_and_bases(scaled: bool, tmp_path: Path, write_gguf: WriteGGUF) -> None:
     """Seven layers: five with windows, one that sees everything, and one more with a window."""
     weights = make_weights("gemma3", 7)
     directory = write_directory(
@@ -638,9 +636,7 @@ def test_unsupported_architecture(tmp_path: Path, write_gguf: WriteGGUF) -> None
 
 
 @pytest.mark.parametrize(("kind", "num_bytes"), [("Q2_K", 84), ("IQ4_NL", 144), ("F64", 2048)])
-def test_unsupported_type(
-    kind: str, num_bytes: int, tmp_path: Path, write_gguf: WriteGGUF
-) -> None:
+def test_unsupported_type(kind: str, num_bytes: int, tmp_path: Path, write_gguf: WriteGGUF) -> None:
     tensors = with_down_proj(
         to_gguf(make_weights("llama", 1), "llama"), kind, bytes(HIDDEN * num_bytes), HIDDEN
     )
@@ -692,9 +688,25 @@ def test_one_nan_is_found(tmp_path: Path, write_gguf: WriteGGUF) -> None:
     assert "model.layers.0.self_attn.v_proj.weight contains NaN" in message
 
 
-def test_scaling_we_cannot_do(tmp_path: Path, write_gguf: WriteGGUF) -> None:
-    metadata = gguf_metadata(
-        "llama", 1, **{"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
-    )
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "yarn"),
+        ({"rope.dimension_count": HEAD_DIM // 2}, "rope.dimension_count"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ],
+)
+def test_settings_we_do_not_compute_are_refused(
+    settings: dict[str, Any], named: str, tmp_path: Path, write_gguf: WriteGGUF
+) -> None:
+    """Ignoring them would give other logits without a word."""
     tensors = to_gguf(make_weights("llama", 1), "llama")
-    assert "yarn" in refusal(write_gguf(tmp_path / "a.gguf", metadata, tensors))
+    metadata = gguf_metadata("llama", 1, **settings)
+    assert named in refusal(write_gguf(tmp_path / "a.gguf", metadata, tensors))
+
+
+def test_settings_that_say_what_is_so_anyway(tmp_path: Path, write_gguf: WriteGGUF) -> None:
+    tensors = to_gguf(make_weights("llama", 1), "llama")
+    settings = {"rope.scaling.type": "none", "rope.dimension_count": HEAD_DIM}
+    GGUFFile(write_gguf(tmp_path / "a.gguf", gguf_metadata("llama", 1, **settings), tensors))

@@ -1,4 +1,4 @@
-"""One forward pass of the target over a packed batch."""
+"""One forward pass of a model over its pages of K/V."""
 
 from collections.abc import Sequence as Seq
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 from slipstream import kernels
 from slipstream.core.target import TargetOutput
-from slipstream.engine.batch import Batch
 from slipstream.kv.cache import KVCache
 from slipstream.models import CausalLM
+from slipstream.models.batch import Batch
 
 
 class ModelRunner:
-    """Runs the target model on batches, reading and writing its pages.
+    """Runs a model on batches, reading and writing its pages.
 
     Args:
-        model: the target.
+        model: the target, or a drafter's own.
         cache: its K/V.
         taps: layers whose incoming residual stream is kept for the drafter.
     """

@@ -1,0 +1,86 @@
+"""Measurements as a table, a picture, and the facts that make them comparable."""
+
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream import __version__
+from slipstream.bench.measure import Row
+from slipstream.core.errors import ConfigError
+from slipstream.llm import LLM
+
+
+def table(rows: list[Row]) -> str:
+    """One line a row."""
+    lines = [
+        f"{'batch':>5} {'temp':>5}  {'method':<12} {'tokens/s':>9} {'spread':>15} {'speedup':>8} "
+        f"{'tokens/pass':>11} {'draft':>6}  same as plain"
+    ]
+    for row in rows:
+        spread = f"{row.spread[0]:.1f} to {row.spread[1]:.1f}"
+        length = "-" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
+        lines.append(
+            f"{row.batch_size:>5} {row.temperature:>5g}  {row.method:<12} "
+            f"{row.tokens_per_sec:>9.1f} {spread:>15} {row.speedup:>7.2f}x {length:>11} "
+            f"{100 * row.draft_share:>5.1f}%  {row.identical_outputs} of {row.num_outputs}"
+        )
+    return "\n".join(lines)
+
+
+def draw(rows: list[Row], path: str) -> None:
+    """Speedup of every method at every setting, as bars."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib; pip install 'slipstream[plot]'") from None
+    labels = [f"{row.method}\nb{row.batch_size} T{row.temperature:g}" for row in rows]
+    figure, axes = pyplot.subplots(figsize=(max(6, 0.9 * len(rows)), 4))
+    axes.bar(labels, [row.speedup for row in rows], color="#4c78a8")
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_ylabel("speedup against plain decoding")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def circumstances(llm: LLM, workload: str, num_prompts: int, argv: list[str]) -> dict[str, Any]:
+    """What a reader needs to compare or repeat a measurement; null where it is unknown."""
+    return {
+        "argv": argv,
+        "workload": workload,
+        "num_prompts": num_prompts,
+        "model": llm.loaded.name,
+        "dtype": str(llm.loaded.model.dtype).removeprefix("torch."),
+        "device": str(llm.loaded.model.device),
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "slipstream": __version__,
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def cpu_name() -> str | None:
+    """The processor's name for people."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        return platform.processor() or None
+
+
+def _commit() -> str | None:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        here = Path(__file__).parent
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,116 @@
+"""`slipstream bench`: methods head to head on the same prompts."""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from slipstream.cli import options
+from slipstream.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.bench.measure import Row
+    from slipstream.engine.engine import Engine
+    from slipstream.llm import LLM
+
+METHODS = ("ngram", "suffix", "draft_model", "combined")
+
+
+def add_parser(commands: options.Commands) -> None:
+    parser = commands.add_parser("bench", help="measure methods head to head")
+    parser.add_argument(
+        "--methods",
+        default="all",
+        metavar="LIST",
+        help=f"of {', '.join(METHODS)}, or all; plain decoding is always measured beside them",
+    )
+    parser.add_argument(
+        "--workload", default="mixed", metavar="W", help="mixed, humaneval, or a JSONL file"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--batch-sizes", default="1", metavar="LIST", help="such as 1,4,16")
+    parser.add_argument("--temperatures", default="0", metavar="LIST", help="such as 0,1")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument("--json", action="store_true", help="print JSON on the last line")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw speedups (needs matplotlib)")
+    options.add_model(parser)
+    options.add_speculation(parser)
+    options.add_engine(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.bench.measure import head_to_head
+    from slipstream.bench.report import circumstances, draw, table
+    from slipstream.bench.workloads import load_workload
+
+    methods = _methods(args)
+    batch_sizes = [int(n) for n in _numbers(args.batch_sizes, "--batch-sizes")]
+    temperatures = _numbers(args.temperatures, "--temperatures")
+    workload = load_workload(args.workload, args.limit)
+    engines, llm = _engines(args, methods)
+    prompts = [
+        llm.chat_ids([{"role": "user", "content": text}])
+        if llm.loaded.chat_template
+        else llm.tokenizer.encode(text)
+        for _, text in workload.prompts
+    ]
+    rows: list[Row] = []
+    for batch_size in batch_sizes:
+        for temperature in temperatures:
+            setting = f"batch {batch_size}, temperature {temperature:g}: "
+            rows += head_to_head(
+                engines,
+                prompts,
+                batch_size=batch_size,
+                temperature=temperature,
+                max_tokens=args.max_tokens,
+                rounds=args.rounds,
+                progress=partial(_say, args, setting),
+            )
+    _say(args)
+    print(table(rows))
+    if args.plot:
+        draw(rows, args.plot)
+    if args.json:
+        facts = circumstances(llm, workload.name, len(prompts), sys.argv[1:])
+        print(json.dumps(facts | {"rows": [row.as_dict() for row in rows]}))
+    return 0
+
+
+def _methods(args: argparse.Namespace) -> list[str]:
+    if args.methods == "all":
+        return [m for m in METHODS if args.spec_model or m not in ("draft_model", "combined")]
+    methods = [method.strip() for method in args.methods.split(",")]
+    for method in methods:
+        if method not in METHODS:
+            raise ConfigError(f"no method {method!r}; known are {', '.join(METHODS)} and all")
+    return methods
+
+
+def _engines(args: argparse.Namespace, methods: list[str]) -> tuple[dict[str, "Engine"], "LLM"]:
+    """One engine per method around one loaded model, plain decoding first."""
+    from slipstream.bench.measure import PLAIN
+
+    base = options.speculative_config(args)
+    plain = argparse.Namespace(**{**vars(args), "spec_method": "off", "spec_model": None})
+    llm = options.make_llm(plain)
+    engines = {PLAIN: llm.engine}
+    for method in methods:
+        engines[method] = llm.another_engine(replace(base, method=method))
+    return engines, llm
+
+
+def _numbers(text: str, flag: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} must be numbers with commas between, not {text!r}") from None
+
+
+def _say(args: argparse.Namespace, *text: str) -> None:
+    if not args.quiet and sys.stderr.isatty():
+        print(f"\r\x1b[K{''.join(text)}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,196 @@
+"""What a step costs: measured once, then corrected by every step that runs.
+
+    target    T(rows, context) = speed * (offset(rows) * base(rows) + context * attention(rows))
+    drafter   seconds by (sequences drafted for, depth of the drafts)
+
+`base` and `attention` are measured at load (`engine.calibration`), alone and without sampling.
+Real steps bring sampling, bookkeeping, other batch shapes and a machine that others use too. What
+slows all steps alike goes into `speed`, quickly; what is peculiar to a number of rows into its
+`offset`, slowly. So plain decoding's estimate stays right while only speculative steps run.
+
+No clock is read here: seconds come from whoever measured them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+
+# A single measurement moves an estimate by at most this factor: hiccups are not costs.
+LARGEST_SURPRISE = 3.0
+# Shares of a surprise taken over: by the speed of everything, by the offset of the rows at hand,
+# and by that offset when it has not been seen for a long time.
+SPEED_SHARE, OFFSET_SHARE, STALE_OFFSET_SHARE = 0.2, 0.1, 0.5
+STALE_STEPS = 64
+# Estimates reach this far past the largest measured number of rows; beyond, steps teach nothing.
+LARGEST_STRETCH = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """A target step as measured at load.
+
+    Attributes:
+        rows: tokens computed in a pass, ascending.
+        sec: seconds of such a pass over a short context, for each.
+        sec_per_key: what each further token of context adds by being read.
+        sec_per_pair: what it adds for each row that attends to it.
+    """
+
+    rows: tuple[int, ...]
+    sec: tuple[float, ...]
+    sec_per_key: float = 0.0
+    sec_per_pair: float = 0.0
+
+
+class CostModel:
+    """Predicts seconds of a target step.
+
+    Args:
+        table: measured at load.
+    """
+
+    def __init__(self, table: CostTable):
+        assert len(table.rows) == len(table.sec) > 0, "one time per number of rows"
+        assert sorted(set(table.rows)) == list(table.rows), "rows ascend"
+        self.table = table
+        self._rows = np.array(table.rows, dtype=np.float64)
+        # More rows never take less time; where they seem to, the measurement was noisy.
+        self._base: Floats = np.maximum.accumulate(np.array(table.sec))
+        self._speed = 1.0
+        self._offset = np.ones(len(table.rows))
+        self._num_seen = np.zeros(len(table.rows), dtype=np.int64)
+        self._last_seen = np.zeros(len(table.rows), dtype=np.int64)
+        self._num_steps = 0
+
+    @property
+    def max_rows(self) -> float:
+        """Steps of more rows than this are guessed, never learnt from."""
+        return LARGEST_STRETCH * self.table.rows[-1]
+
+    def predict(self, rows: ArrayLike, context: ArrayLike = 0, num_seqs: ArrayLike = 1) -> Floats:
+        """Seconds of a step, elementwise.
+
+        Args:
+            rows: tokens computed; fractions are expected values.
+            context: tokens of all sequences together that are attended to.
+            num_seqs: sequences among which rows and context are divided.
+        """
+        rows = np.asarray(rows, dtype=np.float64)
+        known = np.maximum.accumulate(self._offsets() * self._base)
+        sec = np.interp(rows, self._rows, known)
+        if len(known) > 1:
+            slope = (known[-1] - known[-2]) / (self._rows[-1] - self._rows[-2])
+            sec = sec + slope * np.maximum(rows - self._rows[-1], 0.0)
+        rows_per_seq = rows / np.maximum(num_seqs, 1)
+        per_key = self.table.sec_per_key + self.table.sec_per_pair * rows_per_seq
+        return self._speed * (sec + np.asarray(context) * per_key)
+
+    def observe(self, rows: int, context: int, num_seqs: int, sec: float) -> None:
+        """Learn from a step that took `sec`."""
+        self._num_steps += 1
+        if rows > self.max_rows:
+            return
+        surprise = sec / float(self.predict(rows, context, num_seqs))
+        surprise = min(max(surprise, 1 / LARGEST_SURPRISE), LARGEST_SURPRISE) - 1
+        here = self._nearest(rows)
+        staleness = 1.0
+        if self._num_seen[here]:
+            staleness -= 0.5 ** ((self._num_steps - self._last_seen[here]) / STALE_STEPS)
+        share = OFFSET_SHARE + staleness * (STALE_OFFSET_SHARE - OFFSET_SHARE)
+        self._offset[here] = self._offsets()[here] * (1 + share * surprise)
+        self._speed *= 1 + SPEED_SHARE * surprise
+        self._num_seen[here] += 1
+        self._last_seen[here] = self._num_steps
+
+    def is_fresh(self, rows: int, max_age: int) -> bool:
+        """Whether real steps of about so many rows ran twice, and lately."""
+        here = self._nearest(rows)
+        age = self._num_steps - self._last_seen[here]
+        return bool(self._num_seen[here] >= 2 and age <= max_age)
+
+    def _nearest(self, rows: int) -> int:
+        return int(np.argmin(np.abs(np.log(self._rows / max(rows, 1)))))
+
+    def _offsets(self) -> Floats:
+        """Offsets of all rows; those never seen take after their neighbours."""
+        seen = np.flatnonzero(self._num_seen)
+        if not len(seen):
+            return np.ones_like(self._offset)
+        return np.interp(np.arange(len(self._offset)), seen, self._offset[seen])
+
+
+class DraftCosts:
+    """Seconds of drafting, learnt from steps that drafted.
+
+    The first draft after a pause is a matter of its own: a draft model then catches up with
+    everything it missed, up to a whole prompt.
+
+    Attributes:
+        idle_sec: what the time before the pass comes to when nothing is drafted: planning.
+        restart_sec: what catching up added, on average.
+    """
+
+    SHARE = 0.2  # of a surprise taken over
+
+    def __init__(self) -> None:
+        self.idle_sec = 0.0
+        self.restart_sec = 0.0
+        self._has_idled = False
+        self._sec: dict[int, dict[int, float]] = {}  # bucket of sequences -> depth -> seconds
+
+    def predict(self, num_seqs: ArrayLike, depth: ArrayLike, guess_sec: float) -> Floats:
+        """Seconds of drafting to `depth` for `num_seqs` sequences, elementwise.
+
+        Args:
+            guess_sec: of one level, before anything was measured.
+        """
+        buckets, depth = np.broadcast_arrays(_bucket(num_seqs), np.asarray(depth, np.float64))
+        sec = np.empty(depth.shape)
+        for bucket in np.unique(buckets):
+            mine = buckets == bucket
+            sec[mine] = self._along(int(bucket), depth[mine], guess_sec)
+        return sec
+
+    def observe_idle(self, sec: float) -> None:
+        """Learn from a step in which nobody was to draft."""
+        self.idle_sec += (self.SHARE if self._has_idled else 1.0) * (sec - self.idle_sec)
+        self._has_idled = True
+
+    def observe(
+        self, num_seqs: int, depth: int, sec: float, *, is_restart: bool, guess_sec: float
+    ) -> None:
+        """Learn from drafts to `depth` for `num_seqs` sequences, planning not counted.
+
+        Args:
+            is_restart: some of them were not drafted for in the step before.
+            guess_sec: as for `predict`.
+        """
+        expected = float(self.predict(num_seqs, depth, guess_sec))
+        if is_restart:
+            self.restart_sec += self.SHARE * (max(sec - expected, 0.0) - self.restart_sec)
+            return
+        by_depth = self._sec.setdefault(int(_bucket(num_seqs)), {})
+        known = by_depth.get(depth)
+        if known is None:
+            by_depth[depth] = sec
+        else:
+            by_depth[depth] += self.SHARE * (min(sec, LARGEST_SURPRISE * known) - known)
+
+    def _along(self, bucket: int, depth: Floats, guess_sec: float) -> Floats:
+        """Through the depths measured for about so many sequences, and through 0 at depth 0."""
+        if not self._sec:
+            return guess_sec * depth
+        nearest = min(self._sec, key=lambda known: abs(known - bucket))
+        measured = sorted(self._sec[nearest].items())
+        depths = np.array([0, *(d for d, _ in measured)], dtype=np.float64)
+        secs = np.array([0.0, *(s for _, s in measured)])
+        per_level = secs[-1] / depths[-1]
+        return np.interp(depth, depths, secs) + per_level * np.maximum(depth - depths[-1], 0.0)
+
+
+def _bucket(num_seqs: ArrayLike) -> NDArray[np.int64]:
+    """Powers of two: 1, 2, 3-5, 6-11, ..."""
+    return np.rint(np.log2(np.maximum(num_seqs, 1))).astype(np.int64)

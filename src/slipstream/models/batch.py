@@ -1,0 +1,102 @@
+"""Laying out several sequences' tokens as the tensors of one forward pass over paged K/V.
+
+Sequences lie one after another. Of each, key index and position are the same up to where a tree
+begins; its nodes take consecutive key slots but depth-aligned positions, so that the K/V of an
+accepted path is already rotated as it must be when it is moved together:
+
+    packed     | a: committed | a: tree | b: committed | c: committed | c: tree |
+    key index    C .. C+n-1     C+n ..                                    (C: start of the span)
+    position     the same       C + n + depth in the tree
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels import AttentionPlan, plan_attention
+from slipstream.kv.blocks import BlockManager
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sequence's share of a pass: n tokens, whose K/V goes behind what it already has.
+
+    Attributes:
+        seq_id: owner of the block table.
+        start: key index of the first token.
+        tokens, positions: of the n tokens.
+        num_logits: how many of the last of them are followed by something that can be sampled.
+        ancestors: which of the last m >= n keys each token sees, [n, m] bool; None sees all
+            before it and itself.
+    """
+
+    seq_id: int
+    start: int
+    tokens: Seq[int]
+    positions: Seq[int]
+    num_logits: int
+    ancestors: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Everything a pass needs, on the model's device.
+
+    Attributes:
+        ids, positions, slots: of T packed tokens, int64.
+        attention: who sees what.
+        logit_rows: packed tokens after which something can be sampled. [R]
+        first_rows: per sequence, its first row in the logits; None if it has none.
+        first_tokens: per sequence, where it begins in the packed tokens.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    attention: AttentionPlan
+    logit_rows: Tensor
+    first_rows: list[int | None]
+    first_tokens: list[int]
+
+
+def lay_out(spans: Seq[Span], blocks: BlockManager, device: torch.device | str) -> Batch:
+    """Make a batch of spans whose slots are reserved. Tensors are built once and moved once."""
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    logit_rows: list[int] = []
+    first_rows: list[int | None] = []
+    first_tokens: list[int] = []
+    for span in spans:
+        first_tokens.append(len(ids))
+        ids += span.tokens
+        positions += span.positions
+        keys = range(span.start, span.start + len(span.tokens))
+        slots += key_slots(blocks, span.seq_id, keys)
+        first_rows.append(len(logit_rows) if span.num_logits else None)
+        logit_rows += range(len(ids) - span.num_logits, len(ids))
+
+    place = torch.tensor([ids, positions, slots], dtype=torch.int64).to(device)
+    return Batch(
+        ids=place[0],
+        positions=place[1],
+        slots=place[2],
+        attention=plan_attention(
+            num_computed=[span.start for span in spans],
+            num_pending=[len(span.tokens) for span in spans],
+            tables=[blocks.table(span.seq_id) for span in spans],
+            positions=place[1],
+            ancestors=[span.ancestors for span in spans],
+        ),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        first_rows=first_rows,
+        first_tokens=first_tokens,
+    )
+
+
+def key_slots(blocks: BlockManager, seq_id: int, keys: Seq[int]) -> list[int]:
+    """The cache slots of a sequence's keys."""
+    table, size = blocks.table(seq_id), blocks.block_size
+    return [table[key // size] * size + key % size for key in keys]

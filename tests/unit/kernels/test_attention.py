@@ -1,0 +1,260 @@
+"""Paged attention equals dense attention of each sequence alone, to rounding of float64.
+
+Whatever belongs to no sequence is NaN here: free blocks, slots past the end, padding of tables.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels import attention
+from slipstream.kernels.attention import dense_attention, paged_attention, plan_attention
+from slipstream.maths import trees
+
+HEAD_DIM = 4
+SCALE = 0.4
+
+BUSHY = [-1, -1, 0, 0, 1, 2, 2, 4]
+COMB = [-1, 0, 0, 1, 1, 3, 3]
+ROOTS = [-1, -1, -1]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sequence: computed tokens, pending committed ones, and a draft behind them."""
+
+    num_computed: int
+    num_committed: int
+    parents: Sequence[int] = ()
+
+    @property
+    def num_pending(self) -> int:
+        return self.num_committed + len(self.parents)
+
+    @property
+    def num_keys(self) -> int:
+        return self.num_computed + self.num_pending
+
+    @property
+    def positions(self) -> list[int]:
+        first_node = self.num_computed + self.num_committed
+        drafted = [first_node + depth for depth in trees.depths(self.parents)]
+        return [*range(self.num_computed, first_node), *drafted]
+
+    @property
+    def ancestors(self) -> Tensor | None:
+        if list(self.parents) == trees.chain(len(self.parents)):
+            return None
+        visible = torch.ones(self.num_pending, self.num_pending, dtype=torch.bool).tril()
+        nodes = slice(self.num_committed, None)
+        visible[nodes, nodes] = trees.ancestor_mask(self.parents)
+        return visible
+
+    @property
+    def branches(self) -> list[list[int]]:
+        """Key indices seen from each leaf, in order of position."""
+        trunk = list(range(self.num_computed + self.num_committed))
+        return [[*trunk, *(len(trunk) + n for n in path)] for path in trees.paths(self.parents)] or [
+            trunk
+        ]
+
+
+class Pages:
+    """Random sequences laid out in a shuffled pool."""
+
+    def __init__(
+        self,
+        cases: Sequence[Case],
+        *,
+        block_size: int = 4,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        layout: int = 0,
+        spare_per_table: int = 0,
+        dtype: torch.dtype = torch.float64,
+    ):
+        numbers = torch.Generator().manual_seed(1)  # the same under every layout
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=numbers, dtype=torch.float64).to(dtype)
+
+        self.cases = cases
+        self.q = [random(case.num_pending, num_heads, HEAD_DIM) for case in cases]
+        self.k = [random(case.num_keys, num_kv_heads, HEAD_DIM) for case in cases]
+        self.v = [random(case.num_keys, num_kv_heads, HEAD_DIM) for case in cases]
+
+        sizes = [-(-case.num_keys // block_size) + spare_per_table for case in cases]
+        num_blocks = sum(sizes) + 3
+        shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(layout))
+        self.tables = [block.tolist() for block in shuffled[: sum(sizes)].split(sizes)]
+        shape = (num_blocks, block_size, num_kv_heads, HEAD_DIM)
+        self.keys = torch.full(shape, torch.nan, dtype=dtype)
+        self.values = torch.full(shape, torch.nan, dtype=dtype)
+        for case, table, k, v in zip(cases, self.tables, self.k, self.v, strict=True):
+            index = torch.arange(case.num_keys)
+            block, offset = torch.tensor(table)[index // block_size], index % block_size
+            self.keys[block, offset], self.values[block, offset] = k, v
+        self.plan = plan_attention(
+            num_computed=[case.num_computed for case in cases],
+            num_pending=[case.num_pending for case in cases],
+            tables=self.tables,
+            positions=torch.tensor([p for case in cases for p in case.positions]),
+            ancestors=[case.ancestors for case in cases],
+        )
+
+    def paged(self, window: int | None = None) -> Tensor:
+        packed = torch.cat(self.q)
+        return paged_attention(
+            packed, self.keys, self.values, self.plan, scale=SCALE, window=window
+        )
+
+    def dense(self, window: int | None = None) -> Tensor:
+        """Every branch of every sequence on its own."""
+        out = []
+        for case, q, k, v in zip(self.cases, self.q, self.k, self.v, strict=True):
+            rows = torch.full_like(q, torch.nan)
+            padded = torch.cat((q.new_zeros(case.num_computed, *q.shape[1:]), q))
+            for branch in case.branches:
+                attended = dense_attention(
+                    padded[branch], k[branch], v[branch], scale=SCALE, window=window
+                )
+                pending = torch.tensor(branch[case.num_computed :]) - case.num_computed
+                rows[pending] = attended[case.num_computed :]
+            out.append(rows)
+        return torch.cat(out)
+
+
+MIXED = [
+    Case(0, 9),  # a whole prompt
+    Case(7, 5),  # a chunk in the middle of one
+    Case(13, 1),
+    Case(16, 1),
+    Case(1, 1),
+    Case(12, 1, trees.chain(4)),
+    Case(30, 1, trees.chain(4)),
+    Case(6, 1, BUSHY),
+    Case(21, 1, BUSHY),
+    Case(3, 2, COMB),
+    Case(5, 1, ROOTS),
+    Case(0, 4, ROOTS),  # a tree behind a prompt
+]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 2), (3, 1)])
+def test_a_mixed_batch_equals_each_sequence_alone(
+    block_size: int, num_heads: int, num_kv_heads: int
+) -> None:
+    pages = Pages(
+        MIXED, block_size=block_size, num_heads=num_heads, num_kv_heads=num_kv_heads
+    )
+    # Layers with different windows share a plan.
+    for window in (None, 5, 1, None):
+        torch.testing.assert_close(pages.paged(window), pages.dense(window), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("window", [None, 3, 40])
+def test_contexts_longer_than_a_tile(
+    block_size: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "TILE_TOKENS", 32)
+    pages = Pages(
+        [
+            Case(97, 1),
+            Case(5, 1),
+            Case(63, 1),  # ends with a tile
+            Case(64, 1),
+            Case(0, 70),
+            Case(33, 40),
+            Case(60, 2, BUSHY),  # its nodes straddle two tiles
+            Case(2, 2, BUSHY),
+            Case(95, 1, trees.chain(3)),
+        ],
+        block_size=block_size,
+    )
+    torch.testing.assert_close(pages.paged(window), pages.dense(window), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4])
+@pytest.mark.parametrize("parents", [BUSHY, COMB, ROOTS])
+def test_windows_in_trees_are_measured_in_positions(window: int, parents: list[int]) -> None:
+    pages = Pages([Case(6, 1, parents)])
+    torch.testing.assert_close(pages.paged(window), pages.dense(window), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("case", MIXED, ids=str)
+def test_a_sequence_alone_with_blocks_to_spare(case: Case) -> None:
+    pages = Pages([case], spare_per_table=3)
+    torch.testing.assert_close(pages.paged(), pages.dense(), atol=1e-12, rtol=0)
+
+
+def test_neighbours_with_blocks_to_spare() -> None:
+    pages = Pages([Case(2, 1), Case(9, 1), Case(25, 1)], spare_per_table=3)
+    torch.testing.assert_close(pages.paged(), pages.dense(), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_it_does_not_matter_where_the_blocks_lie(window: int | None) -> None:
+    outs = [Pages(MIXED, layout=layout).paged(window) for layout in range(3)]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+def test_a_poisoned_sequence_poisons_nobody_else() -> None:
+    healthy, sick = Pages(MIXED), Pages(MIXED)
+    block = sick.tables[2][0]
+    sick.keys[block], sick.values[block] = torch.nan, torch.nan
+    row = sum(case.num_pending for case in MIXED[:2])
+    others = torch.arange(len(healthy.paged())) != row
+    assert sick.paged()[row].isnan().all()
+    assert torch.equal(sick.paged()[others], healthy.paged()[others])
+
+
+def test_a_child_does_not_see_its_siblings() -> None:
+    pages = Pages([Case(6, 1, BUSHY)])
+    before = pages.paged()
+    block, offset = divmod(7 + 1, 4)  # key of node 1
+    pages.values[pages.tables[0][block], offset] += 1
+    changed = (pages.paged() != before).flatten(1).any(1).nonzero().flatten() - 1
+    assert changed.tolist() == [1, 4, 7]  # node 1 and what descends from it
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_types_are_computed_in_float32(dtype: torch.dtype) -> None:
+    pages = Pages(MIXED, dtype=dtype)
+    exact = [
+        dense_attention(
+            torch.cat((q.new_zeros(case.num_computed, *q.shape[1:]), q)).double(),
+            k.double(),
+            v.double(),
+            scale=SCALE,
+        )[case.num_computed :]
+        for case, q, k, v in zip(MIXED, pages.q, pages.k, pages.v, strict=True)
+        if case.ancestors is None
+    ]
+    chains = torch.cat(
+        [torch.full((case.num_pending,), case.ancestors is None) for case in MIXED]
+    )
+    paged = pages.paged()[chains]
+    assert paged.dtype == dtype
+    # Rounded once, at the end.
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-8}[dtype]
+    torch.testing.assert_close(paged.double(), torch.cat(exact), atol=1e-5, rtol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_dense_attention_by_hand(window: int | None) -> None:
+    numbers = torch.Generator().manual_seed(2)
+    q = torch.randn(5, 2, HEAD_DIM, generator=numbers, dtype=torch.float64)
+    k, v = torch.randn(2, 5, 1, HEAD_DIM, generator=numbers, dtype=torch.float64)
+    out = dense_attention(q, k, v, scale=SCALE, window=window)
+    for t in range(5):
+        first = 0 if window is None else max(0, t - window + 1)
+        for head in range(2):
+            weights = torch.exp(SCALE * (k[first : t + 1, 0] @ q[t, head]))
+            expected = weights @ v[first : t + 1, 0] / weights.sum()
+            torch.testing.assert_close(out[t, head], expected, atol=1e-12, rtol=0)

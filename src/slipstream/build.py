@@ -224,6 +224,11 @@ def _num_blocks(config: EngineConfig, context_length: int, built: CausalLM) -> i
         model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, built.dtype
     )
     if config.kv_cache_memory is not None:
+        if config.kv_cache_memory > _total_bytes(built.device):
+            raise ConfigError(
+                f"kv_cache_memory {config.kv_cache_memory:,} is more than the machine's "
+                f"{_total_bytes(built.device):,} bytes; lower --kv-cache-memory"
+            )
         num_blocks = config.kv_cache_memory // bytes_per_block
     else:
         if built.device.type == "cuda":
@@ -238,3 +243,9 @@ def _num_blocks(config: EngineConfig, context_length: int, built: CausalLM) -> i
             "raise --kv-cache-memory"
         )
     return num_blocks
+
+
+def _total_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return psutil.virtual_memory().total

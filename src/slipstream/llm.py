@@ -7,6 +7,7 @@ for output in llm.generate(["The capital of France is"], SamplingParams(max_toke
     print(output.text)
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -71,6 +72,7 @@ class LLM:
         self.quiet = quiet
         self.loaded = load(model, device=device, dtype=dtype, quiet=quiet)
         self._drafts: dict[str, LoadedModel] = {}
+        self._mail: dict[str, deque[Delta]] = {}  # open streams -> what they have not read
         self.engine = self.another_engine(speculative_config)
 
     @property
@@ -121,12 +123,23 @@ class LLM:
     ) -> Iterator[Delta]:
         """Answer a prompt or a conversation, yielding text as it comes.
 
-        Closing the iterator aborts the request.
+        The request begins with the first `next`; closing the iterator aborts it. Several streams
+        may be read in turns, and `generate` called between.
         """
         is_chat = bool(prompt) and isinstance(prompt[0], Mapping)
         ids = self.chat_ids(prompt) if is_chat else self._ids(prompt)  # type: ignore[arg-type]
         request_id = self.engine.add(ids, params)
-        return self._stream(request_id)
+        self._mail[request_id] = deque()
+        try:
+            while self._mail[request_id] or not self.engine.is_finished(request_id):
+                if not self._mail[request_id]:
+                    self._step()
+                while self._mail[request_id]:
+                    yield self._mail[request_id].popleft()
+        finally:
+            del self._mail[request_id]
+            self.engine.abort(request_id)
+            self.engine.output(request_id)
 
     def chat_ids(self, messages: Seq[Message], **template_variables: Any) -> list[int]:
         """Token ids of a conversation, up to where the assistant begins to speak."""
@@ -137,15 +150,13 @@ class LLM:
     def _ids(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _stream(self, request_id: str) -> Iterator[Delta]:
-        try:
-            while not self.engine.is_finished(request_id):
-                for delta in self.engine.step():
-                    if delta.request_id == request_id:
-                        yield delta
-        finally:
-            self.engine.abort(request_id)
-            self.engine.output(request_id)
+    def _step(self) -> list[Delta]:
+        """Step the engine, and keep for each open stream what was said to it."""
+        deltas = self.engine.step()
+        for delta in deltas:
+            if delta.request_id in self._mail:
+                self._mail[delta.request_id].append(delta)
+        return deltas
 
     def _run(
         self, prompts: list[list[int]], params: SamplingParams | Seq[SamplingParams] | None
@@ -172,7 +183,7 @@ class LLM:
         quiet = self.quiet or len(waiting) == 1
         with tqdm(total=len(waiting), desc="Answering", unit="prompt", disable=quiet) as bar:
             while waiting:
-                for delta in self.engine.step():
+                for delta in self._step():
                     if delta.finish_reason and self.engine.is_finished(delta.request_id):
                         waiting.discard(delta.request_id)
                         bar.update(len(request_ids) - len(waiting) - bar.n)

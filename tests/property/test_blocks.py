@@ -58,9 +58,7 @@ class Pool(RuleBasedStateMachine):
         tables = {seq_id: list(self.blocks.table(seq_id)) for seq_id in self.owners}
         return tables, self.blocks.num_free, self.blocks.num_cached
 
-    @rule(
-        prompt=st.lists(tokens, min_size=1, max_size=10), salt=salts, missing=st.integers(0, 3)
-    )
+    @rule(prompt=st.lists(tokens, min_size=1, max_size=10), salt=salts, missing=st.integers(0, 3))
     def admit(self, prompt: list[int], salt: bytes, missing: int) -> None:
         """A prompt arrives and is computed, perhaps not to its end."""
         seq_id = self.next_id
@@ -150,9 +148,7 @@ class Pool(RuleBasedStateMachine):
         return True
 
     @precondition(lambda self: self.owners)
-    @rule(
-        data=st.data(), back=st.integers(1, 4), instead=st.lists(tokens, min_size=1, max_size=4)
-    )
+    @rule(data=st.data(), back=st.integers(1, 4), instead=st.lists(tokens, min_size=1, max_size=4))
     def roll_back(self, data: st.DataObject, back: int, instead: list[int]) -> None:
         """The counter goes back, and other tokens take the place of those past it."""
         seq_id = self.pick(data)
@@ -160,6 +156,7 @@ class Pool(RuleBasedStateMachine):
         owner.num_computed = max(owner.num_computed - back, 0)
         owner.tokens = owner.tokens[: owner.num_computed] + instead
         self.blocks.trim(seq_id, owner.num_computed)
+        self.compute(seq_id, len(owner.tokens), 0)
 
     @precondition(lambda self: len(self.owners) > 2)
     @rule(data=st.data(), reusable=st.booleans())
@@ -191,4 +188,4 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=40)
+TestPool.settings = settings(max_examples=200, stateful_step_count=40)

@@ -10,7 +10,7 @@ is a martingale if each was drawn from the p found there (see `stats.z_test`):
     place in the order     of p / q, as a uniform number: any error along that order, and
                            dependence between neighbours
 
-The same tests judge plain decoding, which must pass, and a rule that accepts too easily, which must
+The same tests judge plain decoding, which must pass, and a rule with a bias planted, which must
 fail. All answers have a length fixed in advance: end tokens and stop strings are off, since to stop
 at a token is to select.
 """
@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from slipstream.check.margin import possible
 from slipstream.check.report import Check, Histogram, Planted, Report, Reproducer
-from slipstream.check.trial import POWER, Case, Trial, draft_counts, request_id
+from slipstream.check.trial import POWER, Case, Trial, request_id
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.params import SamplingParams
 from slipstream.drafters.synthetic import SyntheticDrafter
@@ -38,7 +38,6 @@ from slipstream.maths.noise import Address, Key, Stream, uniform_at
 
 FALSE_ALARM = 1e-6
 HIT_RATE = 0.5
-LENIENCE = 1.5
 NUM_BINS = 20  # of `stats.pit_test`
 # Below this probability surprise is capped: what lies beyond is too rare for a normal law, and
 # where truncation cuts is uncertain to a few rare tokens.
@@ -67,16 +66,14 @@ def prove_distribution(trial: Trial, cases: Seq[Case], report: Report) -> None:
     drafter = _drafter(trial, cases)
 
     def score(what: str, verifier: Verifier | None) -> Scores:
-        if verifier is None:
-            answers = trial.run(what, cases)
-        else:
-            answers = trial.run(what, cases, drafter=drafter, verifier=verifier, stagger=True)
+        drafts = drafter if verifier is not None else None
+        answers = trial.run(what, cases, drafter=drafts, verifier=verifier)
         return _score(trial, what, cases, answers, drafter)
 
     verifier = make_verifier(trial.rule)
     assert isinstance(verifier, RatioVerifier)
     scores = score("Speculative", verifier)
-    report.settings |= scores.num_drafts
+    report.settings |= {"drafted": drafter.num_drafted, "accepted": drafter.num_accepted}
     report.cases = len(cases)
     report.detectable_tv = detectable(scores.num_tokens)
     report.reproducer = scores.impossible
@@ -86,10 +83,10 @@ def prove_distribution(trial: Trial, cases: Seq[Case], report: Report) -> None:
     scores = score("Plain", None)
     report.checks.append(_lawful("plain tokens have the law p, by the same tests", scores))
 
-    scores = score("Planted bias", _Lenient(verifier))
+    scores = score("Planted bias", _Unresidual(verifier))
     check = _lawful("speculative tokens have the law p", scores)
     report.planted.append(
-        Planted(f"accepts with {LENIENCE} p / q", not check.passed, check.name, check.detail)
+        Planted("recovered token drawn from p", not check.passed, check.name, check.detail)
     )
     report.histograms.append(scores.histogram("the same with a planted bias"))
 
@@ -102,14 +99,12 @@ class Scores:
         deviations, variances: f(x) - E f and Var f of each token, by test.
         places: uniform numbers, if the tokens have the law p.
         impossible: the first token that the specification excludes.
-        num_drafts: drafted and accepted tokens.
     """
 
     deviations: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     variances: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     places: list[Tensor] = field(default_factory=list)
     impossible: Reproducer | None = None
-    num_drafts: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -158,7 +153,7 @@ def _score(
     answers: Seq[CompletionOutput],
     drafter: SyntheticDrafter,
 ) -> Scores:
-    scores = Scores(num_drafts=draft_counts(answers))
+    scores = Scores()
     pairs = list(zip(cases, answers, strict=True))
     bar = tqdm(pairs, desc=f"{what}: scoring", unit="answer", disable=trial.quiet)
     for i, (case, answer) in enumerate(bar):
@@ -234,24 +229,16 @@ def _at(rows: Tensor, tokens: Tensor) -> Tensor:
     return rows.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-class _Lenient(RatioVerifier):
-    """A planted bias: drafts are accepted more easily than they may be."""
+class _Unresidual(RatioVerifier):
+    """A planted bias: the token after a rejection comes from p and not from what is left of it."""
 
     def __init__(self, honest: RatioVerifier):
         def rule(drafts: DraftBatch, target: Target, noise: FreshNoise) -> Verdicts:
-            return honest.rule(drafts, target, _Forgiving(noise))
+            accepted = honest.rule(drafts, target, noise).accepted
+            every = torch.arange(len(accepted), device=accepted.device)
+            # Accepted nodes of a chain are a run from its beginning.
+            num_accepted = accepted.sum(1)
+            p = target(every, num_accepted - 1)
+            return Verdicts(accepted, noise.recovers(every, num_accepted, p))
 
         self.rule = rule
-
-
-@dataclass(frozen=True, slots=True)
-class _Forgiving:
-    """Noise that says yes too often."""
-
-    noise: FreshNoise
-
-    def accepts(self, seqs: Tensor, nodes: Tensor, p: Tensor, q: Tensor) -> Tensor:
-        return self.noise.accepts(seqs, nodes, LENIENCE * p, q)
-
-    def recovers(self, seqs: Tensor, depths: Tensor | int, weights: Tensor) -> Tensor:
-        return self.noise.recovers(seqs, depths, weights)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.check.margin import margins
 from slipstream.check.report import Check, Planted, Report, Reproducer
-from slipstream.check.trial import POWER, Case, Trial, draft_counts, known
+from slipstream.check.trial import POWER, Case, Trial, known
 from slipstream.core.draft import Draft, Verdict
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.sequence import Sequence
@@ -70,7 +70,7 @@ def prove_equality(trial: Trial, cases: Seq[Case], report: Report) -> None:
     parted = divergences(trial, cases, plain, drafted)
     name = "speculation changes no token"
     report.checks.append(_check(trial, name, drafted, parted))
-    report.settings |= draft_counts(drafted)
+    report.settings |= {"drafted": drafter.num_drafted, "accepted": drafter.num_accepted}
     report.cases = len(cases)
     report.equal = len(cases) - len(parted)
     report.detectable_tv = detectable(len(cases))

@@ -137,11 +137,3 @@ def request_id(case: int) -> str:
 def known(answers: Seq[CompletionOutput]) -> dict[str, dict[int, list[int]]]:
     """Answers as `SyntheticDrafter` wants to be told them."""
     return {request_id(i): {0: answer.token_ids} for i, answer in enumerate(answers)}
-
-
-def draft_counts(answers: Seq[CompletionOutput]) -> dict[str, int]:
-    """Tokens drafted for answers, and accepted."""
-    return {
-        "drafted": sum(answer.draft_counts.num_draft_tokens for answer in answers),
-        "accepted": sum(answer.draft_counts.num_accepted_draft_tokens for answer in answers),
-    }

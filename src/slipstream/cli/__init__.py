@@ -11,17 +11,19 @@ import sys
 from collections.abc import Sequence as Seq
 
 from slipstream import __version__
-from slipstream.cli import bench, chat, generate, models, pull
+from slipstream.cli import bench, chat, generate, models, prove, pull
 from slipstream.core.errors import SlipstreamError
 
-COMMANDS = (generate, chat, bench, pull, models)
+COMMANDS = (generate, chat, prove, bench, pull, models)
 
 
 def main(argv: Seq[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = _parser().parse_args(argv)
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()  # here, where a reader that went away is no surprise
+        return code
     except SlipstreamError as error:
         print(f"slipstream: error: {error}", file=sys.stderr)
         return 2

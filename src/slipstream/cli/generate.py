@@ -47,6 +47,8 @@ def add_parser(commands: options.Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.logprobs is not None and not args.json:
+        raise RequestError("--logprobs shows only with --json; add it")
     prompt = _read_prompt(args)
     params = options.sampling_params(args)
     llm = options.make_llm(args)
@@ -83,7 +85,10 @@ def _read_prompt(args: argparse.Namespace) -> str:
             raise RequestError(f"cannot read the prompt from {args.file}: {error}") from error
     if sys.stdin.isatty():
         raise RequestError("no prompt; give one as an argument, with --file, or on stdin")
-    return sys.stdin.read()
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"cannot read the prompt from stdin: {error}") from error
 
 
 def _prompt_ids(llm: "LLM", prompt: str, args: argparse.Namespace) -> list[int]:

@@ -22,7 +22,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     width = max(len(row.name) for row in rows)
     for row in rows:
+        where = f"cached: {row.path}" if row.path else "not cached"
         size = f"{row.num_bytes / 1e6:,.0f} MB"
-        print(f"{row.name:<{width}}  {size:>8}  {row.description} ({row.licence})")
-        print(f"{'':<{width}}  {'':>8}  {f'cached: {row.path}' if row.path else 'not cached'}")
+        print(f"{row.name:<{width}}  {size:>8}  {row.licence:<18}  {where}")
+        print(f"{'':<{width}}  {'':>8}  {row.description}")
     return 0

@@ -48,7 +48,12 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer; repeatable"
     )
     group.add_argument(
-        "--stop-token-ids", type=int, nargs="+", default=[], metavar="ID", help="end the answer"
+        "--stop-token-ids",
+        type=int,
+        action="append",
+        default=[],
+        metavar="ID",
+        help="end the answer; repeatable",
     )
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end")
 

@@ -48,6 +48,9 @@ class SyntheticDrafter:
         trees: guess random trees; chains otherwise.
         sampled: draw chains from q instead of guessing.
         seed: of the shapes and guesses; sampled tokens use the noise of their request.
+
+    Attributes:
+        num_drafted, num_accepted: nodes so far.
     """
 
     taps: Seq[int] = ()
@@ -69,6 +72,8 @@ class SyntheticDrafter:
         self.trees = trees
         self.sampled = sampled
         self.seed = seed
+        self.num_drafted = 0
+        self.num_accepted = 0
         known = [answer for branches in answers.values() for answer in branches.values()]
         counts = Counter(chain(*known)) or Counter(range(min(_NUM_COMMON, vocab_size)))
         self._common = dict(counts.most_common(_NUM_COMMON))
@@ -80,13 +85,17 @@ class SyntheticDrafter:
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         shapes = self._shapes(seqs, budgets)
         if self.sampled:
-            return self._sample(seqs, [len(shape) for shape in shapes])
-        return [self._guess(seq, shape) for seq, shape in zip(seqs, shapes, strict=True)]
+            drafts = self._sample(seqs, [len(shape) for shape in shapes])
+        else:
+            drafts = [self._guess(seq, shape) for seq, shape in zip(seqs, shapes, strict=True)]
+        self.num_drafted += sum(map(len, drafts))
+        return drafts
 
     def observe(
         self, seqs: Seq[Sequence], target: TargetOutput, verdicts: Seq[Verdict | None]
     ) -> None:
         assert len(seqs) == len(verdicts) == len(target.first_rows)
+        self.num_accepted += sum(len(verdict.path) for verdict in verdicts if verdict is not None)
 
     def forget(self, seq_id: int) -> None:
         pass  # every draft is made from the committed tokens alone

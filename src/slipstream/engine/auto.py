@@ -158,9 +158,11 @@ class AutoController:
     def _sizes(self, load: Load, seqs: Seq[Sequence]) -> NDArray[np.int64]:
         """Choose sizes for the sequences that get a token, and say why."""
         nothing = np.zeros(len(seqs), dtype=np.int64)
-        room = np.array([min(self.max_tokens, seq.room - 1) for seq in seqs])
+        room = np.array(
+            [min(self.max_tokens, seq.room - 1) if seq.params.speculative else 0 for seq in seqs]
+        )
         if room.max() <= 0:
-            self.reasons.give("off: no room for more than one token")
+            self.reasons.give("off: nobody wants or has room for more than one token")
             return nothing
         if load.rows == load.batch and not self.costs.is_fresh(load.batch, PLAIN_MAX_AGE):
             self.reasons.give("off: measuring plain decoding")

@@ -49,7 +49,8 @@ class DraftRates:
         """Chance that a drafter fills each node of its budget, [B, N]."""
         hits, trials = self._all[_OFFERED]
         everybody = (hits + GLOBAL_PRIOR) / (trials + GLOBAL_PRIOR)
-        return np.cumprod(self._blend(seq_ids, _OFFERED, everybody), axis=1)
+        chances = self._blend(seq_ids, _OFFERED, everybody)
+        return np.cumprod(chances, axis=1, dtype=np.float64)
 
     def accepted(self, seq_ids: Seq[int]) -> Floats:
         """Chance that each node, once offered, is on the accepted path, [B, N]."""
@@ -87,7 +88,7 @@ class DraftRates:
         hits, trials = self._all[_ACCEPTED]
         chances = np.empty(self.num_nodes)
         # What is left of a parent's acceptance for its further children, which exclude each other.
-        left = {parent: 1.0 for parent in self.parents}
+        left = dict.fromkeys(self.parents, 1.0)
         for node, parent in enumerate(self.parents):
             guess = left[parent] * (chances[parent] if parent >= 0 else FIRST_GUESS)
             chances[node] = (hits[node] + GLOBAL_PRIOR * guess) / (trials[node] + GLOBAL_PRIOR)

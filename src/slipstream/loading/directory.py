@@ -14,6 +14,10 @@ from slipstream.models import check_supported
 
 # Buffers that old checkpoints carry and no one needs.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+# The parts of a multimodal checkpoint that are not its text model, and how it names that.
+_VISION = ("vision_tower.", "multi_modal_projector.")
+_TEXT_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
+_MOST_LAYERS = 4096
 
 
 class ModelDirectory:
@@ -35,18 +39,46 @@ class ModelDirectory:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path.parent} has no {path.name}") from None
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return content
 
 
 def read_config(raw: dict[str, Any]) -> ModelConfig:
     """The shape of a model from the contents of its `config.json`."""
     model_type = str(raw.get("model_type"))
     check_supported(model_type)
-    raw = raw.get("text_config", raw)
+    try:
+        text_config = dict(raw.get("text_config", raw))
+        _refuse_unknown(text_config, model_type)
+        return _decoder_config(text_config, model_type)
+    except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
+        raise ModelError(
+            f"config.json does not describe a {model_type} model: {error!r}"
+        ) from error
+
+
+def _refuse_unknown(raw: dict[str, Any], model_type: str) -> None:
+    """Refuse what would change the model and is not built here, rather than leave it out."""
+    expected = "gelu_pytorch_tanh" if model_type.startswith("gemma3") else "silu"
+    activation = raw.get("hidden_activation") or raw.get("hidden_act") or expected
+    if activation != expected:
+        raise ModelError(f"activation {activation!r} is not supported; {expected!r} is")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if raw.get(key):
+            raise ModelError(f"{key} {raw[key]!r} in config.json is not supported")
+    rope = raw.get("rope_parameters") or {}
+    rotated = raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    if rotated != 1.0:
+        raise ModelError("partial_rotary_factor in config.json is not supported")
+
+
+def _decoder_config(raw: dict[str, Any], model_type: str) -> ModelConfig:
 
     def get(key: str, default: Any = None) -> Any:
         value = raw.get(key)
@@ -56,6 +88,8 @@ def read_config(raw: dict[str, Any]) -> ModelConfig:
         return value
 
     num_layers, num_heads = int(get("num_hidden_layers")), int(get("num_attention_heads"))
+    if not 0 < num_layers <= _MOST_LAYERS:
+        raise ModelError(f"num_hidden_layers is {num_layers}; it must be 1 to {_MOST_LAYERS}")
     head_dim = int(get("head_dim", int(get("hidden_size")) // num_heads))
     is_gemma = model_type.startswith("gemma3")
     windows = _windows(raw, model_type, num_layers)
@@ -99,6 +133,8 @@ def _windows(raw: dict[str, Any], model_type: str, num_layers: int) -> list[int 
         kinds = ["sliding_attention" if i >= first else "full" for i in range(num_layers)]
     if kinds is None:
         return [int(window)] * num_layers
+    if len(kinds) != num_layers:
+        raise ValueError(f"{len(kinds)} layer_types for {num_layers} layers")
     return [int(window) if kind == "sliding_attention" else None for kind in kinds]
 
 
@@ -130,9 +166,12 @@ def _rope(raw: dict[str, Any], is_local: bool) -> tuple[float, float, RopeScalin
 def _tensors(path: Path, *, plus_one: bool) -> dict[str, StoredTensor]:
     index = path / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        try:
+            names = sorted(set(map(Path, read_json(index)["weight_map"].values())))
+        except (KeyError, TypeError, AttributeError):
+            raise ModelError(f"{index} has no weight_map of tensors to files") from None
     else:
-        names = ["model.safetensors"]
+        names = [Path("model.safetensors")]
     tensors = {}
     for name in names:
         tensors.update(_read_shard(path / name, plus_one=plus_one))
@@ -149,7 +188,7 @@ def _read_shard(path: Path, *, plus_one: bool) -> dict[str, StoredTensor]:
         raise ModelError(f"{path} is not a whole safetensors file: {error}") from error
     tensors = {}
     for name in names:
-        if name.endswith(_IGNORED_SUFFIXES):
+        if name.endswith(_IGNORED_SUFFIXES) or name.removeprefix("model.").startswith(_VISION):
             continue
         view = shard.get_slice(name)
         is_norm = plus_one and name.endswith("norm.weight")
@@ -158,5 +197,13 @@ def _read_shard(path: Path, *, plus_one: bool) -> dict[str, StoredTensor]:
             tensor = shard.get_tensor(name)
             return tensor.float() + 1 if is_norm else tensor
 
-        tensors[name] = StoredTensor(tuple(view.get_shape()), view.get_dtype(), read)
+        tensors[_text_name(name)] = StoredTensor(tuple(view.get_shape()), view.get_dtype(), read)
     return tensors
+
+
+def _text_name(name: str) -> str:
+    """A tensor's name in a checkpoint of the text model alone."""
+    for prefix, plain in _TEXT_PREFIXES:
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name

@@ -114,14 +114,26 @@ def _open(path: Path) -> gguf.GGUFReader:
 
 
 def _metadata(reader: gguf.GGUFReader) -> dict[str, Any]:
-    return {
-        key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")
-    }
+    try:
+        return {
+            key: field.contents()
+            for key, field in reader.fields.items()
+            if not key.startswith("GGUF.")
+        }
+    except UnicodeDecodeError as error:
+        raise ModelError(f"the GGUF metadata has text that is not UTF-8: {error}") from error
 
 
 def _config(metadata: dict[str, Any], reader: gguf.GGUFReader) -> ModelConfig:
     arch = str(metadata.get("general.architecture"))
     check_supported(arch)
+    try:
+        return _decoder_config(arch, metadata, reader)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ModelError(f"the GGUF metadata does not describe a {arch} model: {error}") from error
+
+
+def _decoder_config(arch: str, metadata: dict[str, Any], reader: gguf.GGUFReader) -> ModelConfig:
 
     def get(key: str, default: Any = None) -> Any:
         value = metadata.get(f"{arch}.{key}", default)
@@ -132,6 +144,9 @@ def _config(metadata: dict[str, Any], reader: gguf.GGUFReader) -> ModelConfig:
     num_layers, num_heads = int(get("block_count")), int(get("attention.head_count"))
     hidden_size = int(get("embedding_length"))
     head_dim = int(get("attention.key_length", hidden_size // num_heads))
+    if not 0 < num_layers <= len(reader.tensors):
+        raise ModelError(f"{arch}.block_count is {num_layers}; the file cannot hold such a model")
+    _refuse_unknown(arch, metadata, head_dim)
     theta = float(get("rope.freq_base", 10000.0))
     factor = 1.0
     if metadata.get(f"{arch}.rope.scaling.type") == "linear":
@@ -167,11 +182,29 @@ def _config(metadata: dict[str, Any], reader: gguf.GGUFReader) -> ModelConfig:
         rope_thetas=tuple(thetas),
         rope_linear_factors=tuple(factors),
         rope_factors=None if rope_factors is None else tuple(map(float, rope_factors.data)),
-        attention_scale=head_dim**-0.5,
+        attention_scale=_attention_scale(arch, num_layers, hidden_size // num_heads, head_dim),
         qkv_bias="blk.0.attn_q.bias" in tensors,
         output_bias="blk.0.attn_output.bias" in tensors,
         tied="output.weight" not in tensors,
     )
+
+
+def _attention_scale(arch: str, num_layers: int, share: int, head_dim: int) -> float:
+    # GGUF does not record it; of the Gemmas, the one of 27B has a scale of its own.
+    return (share if arch == "gemma3" and num_layers == 62 else head_dim) ** -0.5
+
+
+def _refuse_unknown(arch: str, metadata: dict[str, Any], head_dim: int) -> None:
+    """Refuse what would change the model and is not built here, rather than leave it out."""
+    scaling = metadata.get(f"{arch}.rope.scaling.type", "none")
+    if scaling not in ("none", "linear"):
+        raise ModelError(f"rope scaling {scaling!r} is not supported in GGUF; linear is")
+    rotated = metadata.get(f"{arch}.rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        raise ModelError(f"{arch}.rope.dimension_count {rotated} of {head_dim} is not supported")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if metadata.get(f"{arch}.{key}"):
+            raise ModelError(f"{arch}.{key} is not supported")
 
 
 def _tensors(reader: gguf.GGUFReader, config: ModelConfig) -> Iterator[tuple[str, StoredTensor]]:

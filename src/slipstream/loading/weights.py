@@ -4,7 +4,7 @@ Checkpoints of any kind present their tensors under the names of Hugging Face's 
 files, in the layout those have.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -46,22 +46,18 @@ def load_model(
     Raises:
         ModelError: a tensor is missing, surplus, of the wrong shape, or contains NaN.
     """
+    # Without memory at first: a damaged file may describe a model that no machine holds.
     with torch.device("meta"):
         model = build(config)
+    _check_slots(dict(parameter_slots(model)), tensors, tied=config.tied)
     model.to(dtype).to_empty(device=device)
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
-
     slots = dict(parameter_slots(model))
-    _check_names(slots.keys(), tensors, tied=config.tied)
 
     def fill(name: str) -> None:
-        slot, stored = slots[name], tensors[name]
-        if tuple(slot.shape) != stored.shape:
-            raise ModelError(
-                f"tensor {name} has shape {list(stored.shape)}, expected {list(slot.shape)}"
-            )
-        slot.copy_(stored.read())
+        slot = slots[name]
+        slot.copy_(tensors[name].read())
         if bool(torch.isnan(slot).any()):
             raise ModelError(f"tensor {name} contains NaN; the checkpoint is damaged")
 
@@ -95,14 +91,22 @@ def parameter_slots(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter.data
 
 
-def _check_names(needed: Set[str], present: Mapping[str, StoredTensor], *, tied: bool) -> None:
-    missing = sorted(needed - present.keys())
+def _check_slots(
+    slots: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], *, tied: bool
+) -> None:
+    """Every slot has its tensor, of its shape, and every tensor its slot."""
+    missing = sorted(slots.keys() - stored.keys())
     if missing:
         raise ModelError(f"the checkpoint lacks {len(missing)} tensors, the first: {missing[0]}")
-    surplus = sorted(present.keys() - needed)
+    surplus = sorted(stored.keys() - slots.keys())
     if tied and surplus == ["lm_head.weight"]:
-        return  # some checkpoints store the tied head a second time
+        surplus = []  # some checkpoints store the tied head a second time
     if surplus:
         raise ModelError(
             f"the checkpoint has {len(surplus)} tensors no layer uses, the first: {surplus[0]}"
         )
+    for name, slot in slots.items():
+        if tuple(slot.shape) != stored[name].shape:
+            raise ModelError(
+                f"tensor {name} has shape {list(stored[name].shape)}, expected {list(slot.shape)}"
+            )

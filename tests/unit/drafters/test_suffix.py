@@ -1,5 +1,6 @@
 """SuffixDecoding on texts small enough to read, and who may learn from whose output."""
 
+import pickle
 import weakref
 from typing import Any
 
@@ -70,6 +71,16 @@ def test_comparing_is_bounded() -> None:
     text = [1] * 3000
     index.add(text)
     assert sum(match.length for match in index.matches(text, 24)) <= 512 + 24
+
+
+def test_dropped_texts_take_no_memory() -> None:
+    index = SuffixIndex()
+    empty = len(pickle.dumps(index))
+    for start in range(0, 1000, 20):
+        index.add(list(range(start, start + 30)))
+        if start > 0:
+            index.drop_oldest()
+    assert len(pickle.dumps(index)) < empty + 1000
 
 
 def test_forgets_and_starts_again() -> None:

@@ -57,9 +57,9 @@ class Case:
     def branches(self) -> list[list[int]]:
         """Key indices seen from each leaf, in order of position."""
         trunk = list(range(self.num_computed + self.num_committed))
-        return [[*trunk, *(len(trunk) + n for n in path)] for path in trees.paths(self.parents)] or [
-            trunk
-        ]
+        return [
+            [*trunk, *(len(trunk) + n for n in path)] for path in trees.paths(self.parents)
+        ] or [trunk]
 
 
 class Pages:
@@ -148,9 +148,7 @@ MIXED = [
 def test_a_mixed_batch_equals_each_sequence_alone(
     block_size: int, num_heads: int, num_kv_heads: int
 ) -> None:
-    pages = Pages(
-        MIXED, block_size=block_size, num_heads=num_heads, num_kv_heads=num_kv_heads
-    )
+    pages = Pages(MIXED, block_size=block_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
     # Layers with different windows share a plan.
     for window in (None, 5, 1, None):
         torch.testing.assert_close(pages.paged(window), pages.dense(window), atol=1e-12, rtol=0)
@@ -184,6 +182,36 @@ def test_contexts_longer_than_a_tile(
 def test_windows_in_trees_are_measured_in_positions(window: int, parents: list[int]) -> None:
     pages = Pages([Case(6, 1, parents)])
     torch.testing.assert_close(pages.paged(window), pages.dense(window), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("num_before", [0, 1, 3])
+def test_a_tree_level_by_level_equals_the_tree_at_once(
+    block_size: int, window: int | None, num_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier levels count as computed; masks begin with them, or even before the tree."""
+    monkeypatch.setattr(attention, "TILE_TOKENS", 8)
+    num_committed = [7, 12]
+    pages = Pages([Case(n - 1, 1, BUSHY) for n in num_committed], block_size=block_size)
+    at_once = pages.paged(window).unflatten(0, (2, -1))[:, 1:]
+    queries = torch.stack(pages.q)[:, 1:]
+    mask = torch.ones(num_before + len(BUSHY), num_before + len(BUSHY), dtype=torch.bool).tril()
+    mask[num_before:, num_before:] = trees.ancestor_mask(BUSHY)
+    depths = trees.depths(BUSHY)
+    for depth in range(max(depths) + 1):
+        level = [node for node in range(len(BUSHY)) if depths[node] == depth]
+        plan = plan_attention(
+            num_computed=[n + level[0] for n in num_committed],
+            num_pending=[len(level)] * 2,
+            tables=pages.tables,
+            positions=torch.tensor([n + depth for n in num_committed for _ in level]),
+            ancestors=[mask[num_before:][level, : num_before + level[-1] + 1]] * 2,
+        )
+        packed = queries[:, level].flatten(0, 1)
+        out = paged_attention(packed, pages.keys, pages.values, plan, scale=SCALE, window=window)
+        expected = at_once[:, level].flatten(0, 1)
+        torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("case", MIXED, ids=str)
@@ -236,9 +264,7 @@ def test_narrow_types_are_computed_in_float32(dtype: torch.dtype) -> None:
         for case, q, k, v in zip(MIXED, pages.q, pages.k, pages.v, strict=True)
         if case.ancestors is None
     ]
-    chains = torch.cat(
-        [torch.full((case.num_pending,), case.ancestors is None) for case in MIXED]
-    )
+    chains = torch.cat([torch.full((case.num_pending,), case.ancestors is None) for case in MIXED])
     paged = pages.paged()[chains]
     assert paged.dtype == dtype
     # Rounded once, at the end.

@@ -188,4 +188,4 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=200, stateful_step_count=40)
+TestPool.settings = settings(max_examples=120, stateful_step_count=40)

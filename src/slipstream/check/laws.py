@@ -94,6 +94,7 @@ def output_law(setting: Setting, p: Table, q: Table) -> Law:
             torch.tensor([tokens], dtype=torch.int64).reshape(1, -1),
             torch.tensor([setting.parents], dtype=torch.int64).reshape(1, -1),
             _laws_of(setting, contexts, q),
+            certain=setting.certain,
         )
 
         def target(seqs: Tensor, nodes: Tensor, contexts: list[Context] = contexts) -> Tensor:
@@ -165,7 +166,7 @@ def _drafts(setting: Setting, q: Table) -> Iterator[tuple[list[int], float]]:
             law[siblings] = 0.0
         total = float(law.sum())
         if total <= 0:
-            return  # fewer possible tokens than siblings: no such draft
+            raise ValueError(f"q has fewer possible tokens than node {parent} has children")
         if setting.certain:
             yield from extend([*tokens, int(law.argmax())], chance)
             return

@@ -150,7 +150,7 @@ def _pad(drafts: Seq[Draft], device: torch.device, *, with_q: bool) -> DraftBatc
                 q[b, : len(draft)] = draft.probs
             elif draft.token_ids:  # a certain draft beside sampled ones
                 q[b, range(len(draft)), draft.token_ids] = 1.0
-    return DraftBatch(both[0], both[1], q)
+    return DraftBatch(both[0], both[1], q, certain=q is None)
 
 
 def _unpad(verdicts: Verdicts) -> list[Verdict]:

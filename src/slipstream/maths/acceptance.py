@@ -54,12 +54,14 @@ class DraftBatch:
         parents: [B, K] int64; -1 for children of the root, less than the node's own index. Under
             `match`, children of one node carry different tokens.
         q: [B, K, V], the distribution each token was drawn from with noise of its own, exactly as
-            it was drawn; None where drafts are certain (deterministic given the past).
+            it was drawn. `ratio` and `block` need it, unless
+        certain: drafts are deterministic given the past, so that q is 1 at each drafted token.
     """
 
     tokens: Tensor
     parents: Tensor
     q: Tensor | None = None
+    certain: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens.shape != self.parents.shape or self.tokens.dim() != 2:
@@ -72,6 +74,8 @@ class DraftBatch:
                 f"q {list(self.q.shape)} must begin with the shape of tokens "
                 f"{list(self.tokens.shape)}"
             )
+        if bool((self.tokens[:, 1:] >= 0).gt(self.tokens[:, :-1] >= 0).any()):
+            raise ValueError("tokens must be -1 only past the end of a draft")
         index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         if bool(((self.parents >= index) | (self.parents < -1))[self.tokens >= 0].any()):
             raise ValueError("parents must be -1 or an earlier node; a draft has a cycle")
@@ -130,7 +134,7 @@ def ratio(
         replacement: siblings were drawn independently, equal ones kept as separate trials;
             otherwise each was drawn from q without the earlier ones.
     """
-    _require_fresh(noise)
+    _require(drafts, noise)
     verdicts, seqs, nodes = _at_the_root(drafts)
     depth = 0
     while len(seqs) > 0:
@@ -168,7 +172,7 @@ def block(drafts: DraftBatch, target: Target, noise: FreshNoise) -> Verdicts:
     where q is 0 past the end of the chain, so that h_n = P_n there. The *largest* i that passes
     wins, whatever failed before it, and the further token comes from (P_i p - q)+.
     """
-    _require_fresh(noise)
+    _require(drafts, noise)
     num_seqs, width = drafts.tokens.shape
     steps = torch.arange(width + 1, device=drafts.tokens.device)
     exists = steps <= drafts.lengths.unsqueeze(1)  # [B, K + 1]
@@ -216,10 +220,12 @@ def checked(p: Tensor, name: str) -> Tensor:
     """Rows that are distributions, as they are.
 
     Raises:
-        ValueError: NaN, a negative number, or a sum that is not 1.
+        ValueError: NaN, a negative number, a sum that is not 1, or less than float32.
     """
-    sums = p.sum(-1, dtype=torch.float64)
-    if not bool(((sums - 1).abs() < 1e-3).all()) or bool((p < 0).any()):
+    if p.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"{name} is {p.dtype}; rules need float32 or wider")
+    sums = p.sum(-1)
+    if not bool(((sums - 1).abs() < 1e-3).all()) or bool((p.amin(-1) < 0).any()):
         raise ValueError(
             f"{name} has a row that is not a distribution (NaN, negative, or sum != 1)"
         )
@@ -250,7 +256,9 @@ def _at_the_root(drafts: DraftBatch) -> tuple[Verdicts, Tensor, Tensor]:
     return Verdicts(empty, torch.full_like(seqs, -1)), seqs, torch.full_like(seqs, -1)
 
 
-def _require_fresh(noise: FreshNoise) -> None:
+def _require(drafts: DraftBatch, noise: FreshNoise) -> None:
+    if drafts.q is None and not drafts.certain and bool((drafts.tokens >= 0).any()):
+        raise ValueError("q is missing; ratio and block need it, or drafts that are `certain`")
     if not (hasattr(noise, "accepts") and hasattr(noise, "recovers")):
         raise TypeError("ratio and block need FreshNoise; noise shared with the drafter is biased")
 
@@ -267,8 +275,10 @@ def _nth_child(
 
 def _law(drafts: DraftBatch, seqs: Tensor, nodes: Tensor, *, like: Tensor) -> Tensor:
     """What each node was drawn from, as rows like those of p: its q, or certainty."""
+    tokens = drafts.tokens[seqs, nodes].unsqueeze(-1)
+    if bool((tokens >= like.shape[-1]).any()):
+        raise ValueError(f"tokens has id {int(tokens.max())}, p has {like.shape[-1]} tokens")
     if drafts.q is None:
-        tokens = drafts.tokens[seqs, nodes].unsqueeze(-1)
         return torch.zeros_like(like).scatter_(-1, tokens, 1.0)
     if drafts.q.shape[-1] != like.shape[-1]:
         raise ValueError(f"q has {drafts.q.shape[-1]} tokens, p has {like.shape[-1]}")

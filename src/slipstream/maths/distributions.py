@@ -18,7 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.maths.noise import Address, exponential, exponential_at
+from slipstream.maths.noise import (
+    Address,
+    exponential,
+    exponential_at,
+    first_argmax,
+    first_argmin,
+)
 
 # Below this share of possible tokens, noise is looked up for those tokens alone.
 _SPARSE_SHARE = 32
@@ -96,19 +102,17 @@ def scores(logits: Tensor, controls: Controls) -> Tensor:
         ValueError: a row has NaN, or no possible token.
     """
     logits = edited(logits, controls)
-    best = logits.amax(-1, keepdim=True)
-    if not bool(torch.isfinite(best).all()):
-        raise ValueError("logits contain NaN or +inf, or ban every token")
+    best = _usable(logits).amax(-1, keepdim=True)
     greedy = controls.temperature == 0
     if bool(greedy.all()):
-        return _only(logits.argmax(-1), like=logits)
+        return _only(first_argmax(logits), like=logits)
     temperature = torch.where(greedy, 1.0, controls.temperature).unsqueeze(-1)
     weights = (logits - best) / temperature
     weights = _truncate_min_p(weights, controls.min_p)
     weights = _truncate_top_k(weights, controls.top_k)
     weights = _truncate_top_p(weights, controls.top_p)
     if bool(greedy.any()):
-        weights[greedy] = _only(logits[greedy].argmax(-1), like=weights[greedy])
+        weights[greedy] = _only(first_argmax(logits[greedy]), like=weights[greedy])
     return weights
 
 
@@ -121,10 +125,7 @@ def sample(logits: Tensor, controls: Controls, addresses: Sequence[Address]) -> 
     """One token per row, [R] int64: row r of the distribution, decided by `addresses[r]`."""
     greedy = controls.temperature == 0
     if bool(greedy.all()):
-        logits = edited(logits, controls)
-        if not bool(torch.isfinite(logits.amax(-1)).all()):
-            raise ValueError("logits contain NaN or +inf, or ban every token")
-        return logits.argmax(-1)
+        return first_argmax(_usable(edited(logits, controls)))
     return race(scores(logits, controls), addresses)
 
 
@@ -140,7 +141,9 @@ def finishers(weights: Tensor, addresses: Sequence[Address], count: int) -> Tens
     -inf never finish before possible ones.
     """
     vocab_size = weights.shape[-1]
-    num_possible = int((weights > -torch.inf).sum(-1).max())
+    num_possible = vocab_size
+    if bool((weights.amin(-1) == -torch.inf).all()):  # truncated, so it may pay to count
+        num_possible = int((weights > -torch.inf).sum(-1).max())
     if num_possible >= count and num_possible * _SPARSE_SHARE < vocab_size:
         # In order of token id, so that equal times are resolved as on the dense path.
         tokens = weights.topk(num_possible, dim=-1).indices.sort(dim=-1).values
@@ -150,6 +153,12 @@ def finishers(weights: Tensor, addresses: Sequence[Address], count: int) -> Tens
     return _first(times, count)
 
 
+def _usable(logits: Tensor) -> Tensor:
+    if not bool(torch.isfinite(logits.amax(-1)).all()):
+        raise ValueError("logits contain NaN or +inf, or ban every token")
+    return logits
+
+
 def _finish_times(weights: Tensor, noise: Tensor) -> Tensor:
     """E / p up to a factor per row; infinite where p is 0."""
     return noise * torch.exp(weights.amax(-1, keepdim=True) - weights)
@@ -157,7 +166,7 @@ def _finish_times(weights: Tensor, noise: Tensor) -> Tensor:
 
 def _first(times: Tensor, count: int) -> Tensor:
     if count == 1:
-        return times.argmin(-1, keepdim=True)
+        return first_argmin(times).unsqueeze(-1)
     return times.topk(count, dim=-1, largest=False, sorted=True).indices
 
 

@@ -71,62 +71,54 @@ class Address:
     origin: int = 0
 
 
-@dataclass(frozen=True, slots=True)
 class StepNoise:
     """Fresh numbers for B sequences in one step, under the `ratio` and `block` rules.
 
     Block verification looks ahead, so a position drafted again must meet new numbers: every
     address carries the committed length at which the step began. `acceptance.FreshNoise`.
+
+    Args:
+        keys, origins: of the sequences; their committed lengths.
     """
 
-    keys: Sequence[Key]
-    origins: Sequence[int]
+    def __init__(self, keys: Sequence[Key], origins: Sequence[int]):
+        self.keys = keys
+        self.origins = origins
+        self._key_words = _key_words(keys)  # [B, 2]
+        self._origins = torch.tensor(origins, dtype=torch.int64)
 
     def drafts(self, seqs: Tensor, depths: Tensor) -> list[Address]:
         """Where a drafter finds the numbers that draw tokens `depths` ahead."""
-        return self._addresses(Stream.DRAFT, seqs, depths)
+        return [
+            Address(self.keys[b], Stream.DRAFT, self.origins[b] + depth, self.origins[b])
+            for b, depth in zip(seqs.tolist(), depths.tolist(), strict=True)
+        ]
 
     def accepts(self, seqs: Tensor, nodes: Tensor, p: Tensor, q: Tensor) -> Tensor:
         """u q < p: never for p = 0, always for p >= q, with no division."""
-        addresses = self._addresses(Stream.ACCEPT, seqs, torch.zeros_like(nodes))
-        uniform = uniform_at(addresses, nodes.unsqueeze(-1)).squeeze(-1)
-        return uniform * q < p
+        places = self._places(Stream.ACCEPT, seqs, 0)
+        return _uniform(*places, nodes.unsqueeze(-1)).squeeze(-1) * q < p
 
     def recovers(self, seqs: Tensor, depths: Tensor | int, weights: Tensor) -> Tensor:
         """The race over unnormalised weights [A, V]."""
-        depths = torch.as_tensor(depths, device=seqs.device).expand_as(seqs)
-        addresses = self._addresses(Stream.RECOVER, seqs, depths)
-        return (exponential(addresses, weights.shape[-1], weights.device) / weights).argmin(-1)
+        places = self._places(Stream.RECOVER, seqs, depths)
+        noise = _exponential_rows(*places, weights.shape[-1])
+        # Relative to the largest, so that no possible token's time overflows before it counts.
+        return first_argmin(noise / (weights / weights.amax(-1, keepdim=True)))
 
-    def _addresses(self, stream: Stream, seqs: Tensor, depths: Tensor) -> list[Address]:
-        return [
-            Address(self.keys[b], stream, self.origins[b] + depth, self.origins[b])
-            for b, depth in zip(seqs.tolist(), depths.tolist(), strict=True)
-        ]
+    def _places(self, stream: Stream, seqs: Tensor, depths: Tensor | int) -> tuple[Tensor, Tensor]:
+        """Key words [A, 2] and address words [A, 3] of rows."""
+        origins = self._origins.to(seqs.device)[seqs]
+        words = torch.stack((origins + depths, torch.full_like(origins, stream), origins), dim=1)
+        return self._key_words.to(seqs.device)[seqs], words
 
 
 def exponential(
     addresses: Sequence[Address], vocab_size: int, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Exponential(1) noise of every token at each address: [R, V] float32."""
-    # Below some size, setting up numpy's generator costs more than the row.
-    if torch.device(device).type != "cpu" or vocab_size <= 64:
-        tokens = torch.arange(vocab_size, device=device).expand(len(addresses), -1)
-        return exponential_at(addresses, tokens)
-    noise = torch.empty(len(addresses), vocab_size)
-
-    def fill(row: int) -> None:
-        uniform = torch.from_numpy(_numpy_generator(addresses[row]).random(vocab_size))
-        noise[row] = _to_exponential(uniform.add_(2.0**-54))
-
-    # numpy releases the interpreter lock while it fills a row.
-    if len(addresses) * vocab_size < 2**18:
-        for row in range(len(addresses)):
-            fill(row)
-    else:
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            list(pool.map(fill, range(len(addresses))))
-    return noise
+    keys, words = _key_words([a.key for a in addresses]), _address_words(addresses)
+    return _exponential_rows(keys.to(device), words.to(device), vocab_size)
 
 
 def exponential_at(addresses: Sequence[Address], tokens: Tensor) -> Tensor:
@@ -136,9 +128,22 @@ def exponential_at(addresses: Sequence[Address], tokens: Tensor) -> Tensor:
 
 def uniform_at(addresses: Sequence[Address], tokens: Tensor) -> Tensor:
     """Uniform(0, 1) noise of the given `tokens` [R, K] at each address: [R, K] float64."""
-    words = philox(_key_words(addresses, tokens.device), _counter_words(addresses, tokens))
-    word = torch.stack(words, dim=-1).gather(-1, (tokens % 4).unsqueeze(-1)).squeeze(-1)
-    return ((word >> 11) & _MASK53).double().add_(0.5).mul_(2.0**-53)
+    keys, words = _key_words([a.key for a in addresses]), _address_words(addresses)
+    return _uniform(keys.to(tokens.device), words.to(tokens.device), tokens)
+
+
+def first_argmin(rows: Tensor) -> Tensor:
+    """Index of the smallest number of each row, the first among equals: [R, V] -> [R] int64."""
+    if rows.device.type == "cpu":  # where numpy is ten times as fast as torch
+        return torch.from_numpy(rows.numpy().argmin(-1))
+    return rows.argmin(-1)
+
+
+def first_argmax(rows: Tensor) -> Tensor:
+    """Index of the largest number of each row, the first among equals: [R, V] -> [R] int64."""
+    if rows.device.type == "cpu":
+        return torch.from_numpy(rows.numpy().argmax(-1))
+    return rows.argmax(-1)
 
 
 def philox(
@@ -171,26 +176,64 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
-def _numpy_generator(address: Address) -> np.random.Generator:
-    # numpy advances the counter before the first block, hence the 1 + token // 4 above.
-    key = np.array([address.key.seed, address.key.branch], dtype=np.uint64)
-    counter = np.array([0, address.position, address.stream, address.origin], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+def _key_words(keys: Sequence[Key]) -> Tensor:
+    """(seed, branch) of each key: [R, 2]."""
+    words = [(_signed(key.seed), key.branch) for key in keys]
+    return torch.tensor(words, dtype=torch.int64).reshape(-1, 2)
 
 
-def _key_words(addresses: Sequence[Address], device: torch.device) -> tuple[Tensor, Tensor]:
-    words = [(_signed(a.key.seed), a.key.branch) for a in addresses]
-    seed, branch = torch.tensor(words, dtype=torch.int64, device=device).reshape(-1, 2, 1).unbind(1)
-    return seed, branch
-
-
-def _counter_words(
-    addresses: Sequence[Address], tokens: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _address_words(addresses: Sequence[Address]) -> Tensor:
+    """(position, stream, origin) of each address: [R, 3]."""
     words = [(a.position, int(a.stream), a.origin) for a in addresses]
-    rest = torch.tensor(words, dtype=torch.int64, device=tokens.device).reshape(-1, 3, 1)
-    position, stream, origin = rest.unbind(1)
-    return tokens // 4 + 1, position, stream, origin
+    return torch.tensor(words, dtype=torch.int64).reshape(-1, 3)
+
+
+def _words(keys: Tensor, places: Tensor, blocks: Tensor) -> Tensor:
+    """The four words of each block [R, K] of four tokens: [R, K, 4]."""
+    seed, branch = keys.unsqueeze(-1).unbind(1)
+    position, stream, origin = places.unsqueeze(-1).unbind(1)
+    return torch.stack(philox((seed, branch), (blocks + 1, position, stream, origin)), dim=-1)
+
+
+def _uniform(keys: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
+    words = _words(keys, places, tokens // 4)
+    return _to_uniform(words.gather(-1, (tokens % 4).unsqueeze(-1)).squeeze(-1))
+
+
+def _exponential_rows(keys: Tensor, places: Tensor, vocab_size: int) -> Tensor:
+    """Noise of whole rows: keys [R, 2] and address words [R, 3] -> [R, V] float32."""
+    # Below some size, setting up numpy's generator costs more than the row.
+    if keys.device.type != "cpu" or vocab_size <= 64:
+        blocks = torch.arange(-(-vocab_size // 4), device=keys.device).expand(len(keys), -1)
+        words = _words(keys, places, blocks).flatten(1)[:, :vocab_size]
+        return _to_exponential(_to_uniform(words))
+    noise = torch.empty(len(keys), vocab_size)
+    key_rows = keys.numpy().view(np.uint64)
+    counters = np.concatenate((np.zeros((len(keys), 1), np.int64), places.numpy()), axis=1)
+    counter_rows = counters.view(np.uint64)
+
+    def fill(rows: range) -> None:
+        for row in rows:
+            # numpy advances the counter before the first block, hence the 1 + token // 4 above.
+            bits = np.random.Philox(key=key_rows[row], counter=counter_rows[row])
+            uniform = torch.from_numpy(np.random.Generator(bits).random(vocab_size))
+            noise[row] = _to_exponential(uniform.add_(2.0**-54))
+
+    # numpy releases the interpreter lock while it fills a row.
+    num_threads = min(torch.get_num_threads(), len(keys))
+    if num_threads < 2 or len(keys) * vocab_size < 2**18:
+        fill(range(len(keys)))
+    else:
+        with ThreadPoolExecutor(num_threads) as pool:
+            shares = [range(first, len(keys), num_threads) for first in range(num_threads)]
+            list(pool.map(fill, shares))
+    return noise
+
+
+def _to_uniform(words: Tensor) -> Tensor:
+    """(k + 1/2) / 2**53 of the upper 53 bits, where rounding must not reach 1."""
+    top = ((words >> 11) & _MASK53).double()
+    return top.add_(0.5).mul_(2.0**-53).clamp_(max=1 - 2.0**-53)
 
 
 def _to_exponential(uniform: Tensor) -> Tensor:

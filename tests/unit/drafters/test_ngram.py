@@ -6,6 +6,7 @@ import pytest
 
 from sequences import sequence
 from slipstream.core.errors import ConfigError
+from slipstream.drafters.lookup import continuation_chance
 from slipstream.drafters.ngram import NgramDrafter
 
 
@@ -121,6 +122,12 @@ def test_longer_matches_are_trusted_more() -> None:
         assert draft.token_ids == [1, 2, 3, 4]
         expected.append(accepted)
     assert 0 < expected[0] < expected[1] < expected[2] < 4
+
+
+def test_every_copied_token_makes_the_match_longer() -> None:
+    [first, second, third] = [continuation_chance(length, 1, 1) for length in (2, 3, 4)]
+    _, expected = NgramDrafter().propose_scored(sequence([1, 2, 3, 4, 5, 6, 1, 2]), 3)
+    assert expected == pytest.approx(first * (1 + second * (1 + third)))
 
 
 def test_no_budget_no_draft() -> None:

@@ -133,8 +133,10 @@ def observe(drafter: SuffixDrafter, seq: Sequence) -> None:
     drafter.observe([seq], TargetOutput(nothing, [None], nothing), [None])
 
 
-def knows(drafter: SuffixDrafter, context: list[int], salt: bytes = b"") -> list[int]:
-    [draft] = drafter.propose([sequence(context, seq_id=99, salt=salt)], [8])
+def knows(
+    drafter: SuffixDrafter, context: list[int], salt: bytes = b"", *, budget: int = 8
+) -> list[int]:
+    [draft] = drafter.propose([sequence(context, seq_id=99, salt=salt)], [budget])
     drafter.forget(99)
     return draft.token_ids
 
@@ -189,8 +191,8 @@ def test_the_oldest_output_of_all_salts_makes_room() -> None:
 def test_the_own_text_goes_before_the_pool_where_both_know_as_much() -> None:
     drafter = SuffixDrafter(max_cached_requests=1)
     finish(drafter, say(drafter, [1, 2, 3], 0))
-    assert knows(drafter, [1, 2, 4, 0, 1, 2])[0] == 4
-    assert knows(drafter, [0, 1, 2]) == [3]
+    assert knows(drafter, [1, 2, 4, 0, 1, 2], budget=1) == [4]
+    assert knows(drafter, [5, 6, 4, 0, 1, 2], budget=1) == [3]
 
 
 def test_nothing_is_kept_of_what_is_forgotten() -> None:

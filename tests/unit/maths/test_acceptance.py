@@ -77,7 +77,8 @@ def chain(tokens: Sequence[int], q: Tensor | None = None) -> DraftBatch:
     """One chain; q [V] at every node."""
     parents = torch.arange(-1, len(tokens) - 1).unsqueeze(0)
     every = None if q is None else q.expand(1, len(tokens), -1)
-    return DraftBatch(torch.tensor([tokens], dtype=torch.int64).reshape(1, -1), parents, every)
+    drafted = torch.tensor([tokens], dtype=torch.int64).reshape(1, -1)
+    return DraftBatch(drafted, parents, every, certain=every is None)
 
 
 def everywhere(p: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
@@ -283,7 +284,7 @@ def test_one_hot_rows(rule: Rule, certain: bool) -> None:
         ([0, 1], ([], 1)),
     ]:
         q = None if certain else torch.eye(3, dtype=torch.float64)[tokens].unsqueeze(0)
-        drafts = DraftBatch(torch.tensor([tokens]), torch.tensor([CHAIN]), q)
+        drafts = DraftBatch(torch.tensor([tokens]), torch.tensor([CHAIN]), q, certain=q is None)
         assert outcome(rule(drafts, everywhere(p), noise)) == expected
 
 
@@ -315,7 +316,7 @@ def test_a_rejection_by_rounding_recovers_from_p() -> None:
 def test_siblings_run_out_when_p_does() -> None:
     """Rejected siblings leave only what they do not carry; the last one is certain."""
     p = row(".5", ".25", ".25")
-    drafts = DraftBatch(torch.tensor([[0, 1, 2]]), torch.full((1, 3), -1))
+    drafts = DraftBatch(torch.tensor([[0, 1, 2]]), torch.full((1, 3), -1), certain=True)
     noise = given(0.5, 0.5, JUST_BELOW_ONE, race=[1.0, 1.0, 1.0])
     assert outcome(ratio(drafts, everywhere(p), noise)) == ([2], 0)
 
@@ -552,7 +553,7 @@ def test_a_draft_with_a_cycle_is_refused(parents: list[int]) -> None:
 
 
 def test_parents_past_the_end_of_a_draft_are_nobodys_business() -> None:
-    drafts = DraftBatch(torch.tensor([[3, -1]]), torch.tensor([[-1, 77]]))
+    drafts = DraftBatch(torch.tensor([[3, -1]]), torch.tensor([[-1, 77]]), certain=True)
     assert drafts.lengths.tolist() == [1]
 
 
@@ -595,7 +596,7 @@ def test_a_sibling_drawn_twice_without_replacement_is_an_error() -> None:
 
 
 def test_block_refuses_trees() -> None:
-    drafts = DraftBatch(torch.tensor([[0, 1]]), torch.tensor([[-1, -1]]))
+    drafts = DraftBatch(torch.tensor([[0, 1]]), torch.tensor([[-1, -1]]), certain=True)
     with pytest.raises(ValueError, match="block verification needs chains"):
         block(drafts, everywhere(row(".5", ".5")), given(0.0, 0.0))
 
@@ -604,6 +605,27 @@ def test_block_refuses_trees() -> None:
 def test_shared_noise_is_refused_where_it_would_bias(rule: Callable[..., Verdicts]) -> None:
     with pytest.raises(TypeError, match="need FreshNoise"):
         rule(chain([0]), everywhere(row(".5", ".5")), lambda seqs, nodes: seqs)
+
+
+@pytest.mark.parametrize("rule", [ratio, block])
+def test_what_else_is_named(rule: Rule) -> None:
+    half = row(".5", ".5")
+    unsaid = DraftBatch(torch.tensor([[0]]), torch.tensor([[-1]]))
+    with pytest.raises(ValueError, match="q is missing"):
+        rule(unsaid, everywhere(half), given(0.0))
+    outside = DraftBatch(torch.tensor([[2]]), torch.tensor([[-1]]), certain=True)
+    with pytest.raises(ValueError, match="tokens has id 2, p has 2 tokens"):
+        rule(outside, everywhere(half), given(0.0))
+    with pytest.raises(ValueError, match="p is torch.float16"):
+        rule(chain([0], half), everywhere(half.half()), given(0.0))
+    with pytest.raises(ValueError, match="only past the end"):
+        DraftBatch(torch.tensor([[0, -1, 1]]), torch.tensor([[-1, -1, 0]]))
+
+
+def test_weights_too_small_to_divide_by_still_win_where_they_are_alone() -> None:
+    noise = StepNoise([Key(1)], [5])
+    weights = torch.tensor([[0.0, 0.0, 1e-40, 0.0]])
+    assert noise.recovers(torch.tensor([0]), 0, weights).tolist() == [2]
 
 
 # How often drafts are accepted ----------------------------------------------------------------

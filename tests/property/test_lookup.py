@@ -87,6 +87,7 @@ def test_texts_come_and_go(changes, context, longest) -> None:
     for text in changes:
         if text is not None:
             index.add(text)
+            index.catch_up()
             live.append(text)
         elif live:
             index.drop_oldest()

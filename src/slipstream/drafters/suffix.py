@@ -33,7 +33,6 @@ from slipstream.drafters.lookup import continuation_chance, match_length
 # single pair of tokens, such as two line ends, makes up most of it.
 _MOST_COMPARED = 512
 
-
 Place = tuple[list[int], int]  # a text, and the index of the next token there
 
 
@@ -64,14 +63,13 @@ class SuffixIndex:
         return len(self._texts)
 
     def add(self, text: list[int]) -> None:
-        """Take in a text. It may grow, until the next one is added; `catch_up` tells."""
+        """Take in a text for `catch_up` to enter. It may grow until the next one is added."""
         self._newest += 1
         self._texts[self._newest] = text
         self._earlier[self._newest] = [None, None]  # no pair ends before 2
-        self.catch_up()
 
     def catch_up(self) -> None:
-        """Enter what the newest text has grown by, in O(1) per token."""
+        """Enter what the newest text has grown by since the last call, in O(1) per token."""
         text, earlier = self._texts[self._newest], self._earlier[self._newest]
         for end in range(len(earlier), len(text)):
             pair = (text[end - 2], text[end - 1])
@@ -203,9 +201,11 @@ class SuffixDrafter:
 
     def forget(self, seq_id: int) -> None:
         live = self._live.pop(seq_id, None)
+        if live is None or self.max_cached_requests == 0:
+            return
         # A preempted sequence has no finish reason and will be back. Aborted and failed ones have
         # not said what the model would; they never enter the pool.
-        if live is not None and live.seq.finish_reason in ("stop", "length"):
+        if live.seq.finish_reason in ("stop", "length"):
             self._keep(live.seq)
 
     def _index_of(self, seq: Sequence) -> SuffixIndex:
@@ -216,14 +216,15 @@ class SuffixDrafter:
         return live.index
 
     def _keep(self, seq: Sequence) -> None:
-        if self.max_cached_requests == 0:
-            return
+        """Put an output into the pool of its salt, at the expense of the oldest of all pools."""
         if len(self._pooled_salts) == self.max_cached_requests:
             oldest = self._pooled_salts.popleft()
             self._pools[oldest].drop_oldest()
             if len(self._pools[oldest]) == 0:
                 del self._pools[oldest]
-        self._pools.setdefault(seq.salt, SuffixIndex()).add(seq.output)
+        pool = self._pools.setdefault(seq.salt, SuffixIndex())
+        pool.add(seq.output)
+        pool.catch_up()
         self._pooled_salts.append(seq.salt)
 
     def _best(self, index: SuffixIndex, seq: Sequence, budget: int) -> tuple[Draft, float]:
@@ -233,7 +234,7 @@ class SuffixDrafter:
         found = sorted(index.matches(seq.tokens, self.max_depth), key=_length, reverse=True)
         for length, equally_long in groupby(found, key=_length):
             reached += equally_long
-            size = min(budget, int(self.max_spec_factor * length))
+            size = int(min(budget, self.max_spec_factor * length))
             if size <= most_expected:
                 break  # no draft is expected to have more accepted tokens than it has tokens
             draft, expected = self._grow(reached, length, size, seq.stop_ids)

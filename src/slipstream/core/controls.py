@@ -57,9 +57,10 @@ def _edits(row: Row, device: torch.device | str) -> Edits | None:
 
     counts = Counter(row.tokens[row.num_prompt :]) if params.penalised else Counter()
     seen = sorted(set(row.tokens)) if params.repetition_penalty != 1.0 else []
+    values = torch.tensor(list(added.values()), dtype=torch.float32, device=device)
     return Edits(
         add_ids=ids(list(added)) if added else None,
-        add_values=torch.tensor(list(added.values()), device=device) if added else None,
+        add_values=values if added else None,
         seen_ids=ids(seen) if seen else None,
         repetition=params.repetition_penalty,
         output_ids=ids(list(counts)) if counts else None,

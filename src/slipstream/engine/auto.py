@@ -42,6 +42,8 @@ PLAIN_MAX_AGE = 128
 FORGIVEN, MAX_DEBT_STEPS = 0.01, 3.0
 # A failed probe doubles the steps until the next, up to where probing takes this share of time.
 FIRST_COOL_DOWN, PROBE_SHARE = 4, 0.005
+# One in so many sequences is probed, the most hopeful, and at least one.
+PROBED_OF = 8
 # Drafting one level, in plain steps, before it was ever measured.
 DRAFT_GUESS = 0.1
 
@@ -124,12 +126,15 @@ class AutoController:
         num_rows = load.rows + sum(map(len, result.drafts))
         draft_sec = self._observe_drafting(result, load)
         target_sec = result.total_sec - draft_sec
-        debt = draft_sec
-        if num_rows > load.rows and num_rows <= self.costs.max_rows:
-            expected = float(self.costs.predict(num_rows, load.context, load.num_seqs))
+        lost_sec = draft_sec
+        if num_rows > load.rows:
             tokens = sum(1 + len(verdict.path) for verdict in result.verdicts if verdict)
-            debt += min(target_sec, LARGEST_SURPRISE * expected) - load.plain_sec_of(tokens)
-        self._book(debt, load)
+            expected = float(self.costs.predict(num_rows, load.context, load.num_seqs))
+            # A pass over long prompts is known too badly to be compared with one of few rows less.
+            is_known = load.rows <= self.costs.max_rows
+            pass_sec = min(target_sec, LARGEST_SURPRISE * expected) if is_known else expected
+            lost_sec += pass_sec - load.plain_sec_of(tokens)
+        self._book(lost_sec, load)
         self.costs.observe(num_rows, load.context, load.num_seqs, target_sec)
         for seq, budget, draft, verdict in zip(
             result.plan.seqs, result.budgets, result.drafts, result.verdicts, strict=True
@@ -139,7 +144,7 @@ class AutoController:
         if any(result.budgets) and num_rows == load.rows:
             self.reasons.correct("off: lookup found nothing")
         elif self._is_probe and num_rows > load.rows:
-            self._judge_probe(result.verdicts, load)
+            self._judge_probe(lost_sec, load)
 
     def forget(self, seq_id: int) -> None:
         self._rates.forget(seq_id)
@@ -184,9 +189,9 @@ class AutoController:
         if self._probe_is_due(load, room):
             self._is_probe = True
             self.reasons.give("probing")
-            probed = int(np.argmax(np.where(room > 0, accepted[:, 0], -1.0)))
-            nothing[probed] = 1
-            return nothing
+            hopeful = np.argsort(-np.where(room > 0, accepted[:, 0], -1.0), kind="stable")
+            probed = hopeful[: max(len(seqs) // PROBED_OF, 1)]
+            return np.where(np.isin(np.arange(len(seqs)), probed) & (room > 0), 1, 0)
         break_even = self._break_even(load, accepted.mean(0))
         if break_even:
             self.reasons.give(
@@ -255,13 +260,14 @@ class AutoController:
 
     def _probe_sec(self, load: Load) -> float:
         """What a probe costs if it fails."""
-        rows = float(self.costs.predict(load.rows + 1, load.context, load.num_seqs))
-        draft = float(self._draft_costs.predict(1, 1, DRAFT_GUESS * load.plain_sec))
-        return rows - load.plain_sec + draft + self._draft_costs.restart_sec
+        probed = max(load.batch // PROBED_OF, 1)
+        sec = float(self.costs.predict(load.rows + probed, load.context, load.num_seqs))
+        draft = float(self._draft_costs.predict(probed, 1, DRAFT_GUESS * load.plain_sec))
+        return sec - load.plain_sec + draft + self._draft_costs.restart_sec
 
-    def _judge_probe(self, verdicts: Seq[Verdict | None], load: Load) -> None:
-        """After a success look again at once; after a failure later and later."""
-        if any(verdict.path for verdict in verdicts if verdict):
+    def _judge_probe(self, lost_sec: float, load: Load) -> None:
+        """After a probe that paid for itself look again at once; else later and later."""
+        if lost_sec <= 0:
             self._cool_down, self._steps_to_probe = FIRST_COOL_DOWN, 0
             return
         self._steps_to_probe = self._cool_down

@@ -24,8 +24,9 @@ LARGEST_SURPRISE = 3.0
 # and by that offset when it has not been seen for a long time.
 SPEED_SHARE, OFFSET_SHARE, STALE_OFFSET_SHARE = 0.2, 0.1, 0.5
 STALE_STEPS = 64
-# Estimates reach this far past the largest measured number of rows; beyond, steps teach nothing.
-LARGEST_STRETCH = 1.5
+# Steps of up to so many times the most rows measured at load are guessed, and learnt from. Larger
+# ones, of long prompts, teach nothing.
+STRETCH = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +51,28 @@ class CostModel:
 
     Args:
         table: measured at load.
+
+    Attributes:
+        max_rows: steps of more rows teach nothing.
     """
 
     def __init__(self, table: CostTable):
         assert len(table.rows) == len(table.sec) > 0, "one time per number of rows"
         assert sorted(set(table.rows)) == list(table.rows), "rows ascend"
         self.table = table
-        self._rows = np.array(table.rows, dtype=np.float64)
+        rows, sec = list(table.rows), list(table.sec)
+        per_row = (sec[-1] - sec[-2]) / (rows[-1] - rows[-2]) if len(rows) > 1 else 0.0
+        sec.append(sec[-1] + per_row * (STRETCH - 1) * rows[-1])
+        rows.append(STRETCH * rows[-1])
+        self.max_rows = rows[-1]
+        self._rows = np.array(rows, dtype=np.float64)
         # More rows never take less time; where they seem to, the measurement was noisy.
-        self._base: Floats = np.maximum.accumulate(np.array(table.sec))
+        self._base: Floats = np.maximum.accumulate(np.array(sec))
         self._speed = 1.0
-        self._offset = np.ones(len(table.rows))
-        self._num_seen = np.zeros(len(table.rows), dtype=np.int64)
-        self._last_seen = np.zeros(len(table.rows), dtype=np.int64)
+        self._offset = np.ones(len(rows))
+        self._num_seen = np.zeros(len(rows), dtype=np.int64)
+        self._last_seen = np.zeros(len(rows), dtype=np.int64)
         self._num_steps = 0
-
-    @property
-    def max_rows(self) -> float:
-        """Steps of more rows than this are guessed, never learnt from."""
-        return LARGEST_STRETCH * self.table.rows[-1]
 
     def predict(self, rows: ArrayLike, context: ArrayLike = 0, num_seqs: ArrayLike = 1) -> Floats:
         """Seconds of a step, elementwise.
@@ -81,9 +85,8 @@ class CostModel:
         rows = np.asarray(rows, dtype=np.float64)
         known = np.maximum.accumulate(self._offsets() * self._base)
         sec = np.interp(rows, self._rows, known)
-        if len(known) > 1:
-            slope = (known[-1] - known[-2]) / (self._rows[-1] - self._rows[-2])
-            sec = sec + slope * np.maximum(rows - self._rows[-1], 0.0)
+        slope = (known[-1] - known[-2]) / (self._rows[-1] - self._rows[-2])
+        sec = sec + slope * np.maximum(rows - self._rows[-1], 0.0)
         rows_per_seq = rows / np.maximum(num_seqs, 1)
         per_key = self.table.sec_per_key + self.table.sec_per_pair * rows_per_seq
         return self._speed * (sec + np.asarray(context) * per_key)

@@ -25,7 +25,7 @@ FIRST_GUESS = 0.6
 # Observations that the next wider source is worth.
 SEQ_PRIOR, GLOBAL_PRIOR = 4.0, 2.0
 # Counts halve in so many steps of the sequence, and in so many drafts of anybody.
-SEQ_HALF_LIFE, GLOBAL_HALF_LIFE = 24, 256
+SEQ_HALF_LIFE, GLOBAL_HALF_LIFE = 24, 128
 
 _OFFERED, _ACCEPTED = 0, 1
 _HITS, _TRIALS = 0, 1

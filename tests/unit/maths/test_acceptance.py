@@ -616,7 +616,7 @@ def test_what_else_is_named(rule: Rule) -> None:
     outside = DraftBatch(torch.tensor([[2]]), torch.tensor([[-1]]), certain=True)
     with pytest.raises(ValueError, match="tokens has id 2, p has 2 tokens"):
         rule(outside, everywhere(half), given(0.0))
-    with pytest.raises(ValueError, match="p is torch.float16"):
+    with pytest.raises(ValueError, match=r"p is torch\.float16"):
         rule(chain([0], half), everywhere(half.half()), given(0.0))
     with pytest.raises(ValueError, match="only past the end"):
         DraftBatch(torch.tensor([[0, -1, 1]]), torch.tensor([[-1, -1, 0]]))

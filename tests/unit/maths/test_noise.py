@@ -1,6 +1,7 @@
 """Noise by address: two implementations of one generator, its published vectors, and its law."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from slipstream.maths.noise import (
     Stream,
     exponential,
     exponential_at,
+    first_argmax,
+    first_argmin,
     fresh_seed,
     philox,
     uniform_at,
@@ -123,12 +126,12 @@ def test_whole_rows_and_scattered_tokens_agree_bit_for_bit(
     assert torch.equal(whole.gather(1, index), exponential_at(rows, index))
 
 
-def test_large_batches_are_the_same_rows() -> None:
+def test_large_batches_are_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     vocab_size = 2**15
     rows = [Address(Key(5), Stream.TARGET, position) for position in range(9)]
-    together = exponential(rows, vocab_size)  # large enough for threads
     alone = torch.cat([exponential([row], vocab_size) for row in rows])
-    assert torch.equal(together, alone)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert torch.equal(exponential(rows, vocab_size), alone)
 
 
 def test_nothing_asked_nothing_given() -> None:
@@ -242,13 +245,25 @@ def test_small_exponentials_keep_full_precision() -> None:
 
 
 @pytest.mark.parametrize("word", [0, 1, ONES >> 1, ONES - 1, ONES])
-def test_exponentials_are_finite_and_positive_at_the_ends(
-    word: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_word_leads_to_0_1_or_infinity(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def constant(*_: Any) -> tuple[Tensor, ...]:
         return (signed(word).view(1, 1),) * 4
 
     monkeypatch.setattr("slipstream.maths.noise.philox", constant)
-    noise = exponential_at([BASE], torch.zeros(1, 1, dtype=torch.int64))
-    assert noise.isfinite().all()
-    assert (noise > 0).all()
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    assert 0 < uniform_at([BASE], token).item() < 1
+    assert 0 < exponential_at([BASE], token).item() < math.inf
+
+
+# ---------------------------------------------------------------------------------------------
+# First places
+
+
+@pytest.mark.parametrize(
+    ("row", "smallest", "largest"),
+    [([2.0, 1.0, 1.0, 2.0], 1, 0), ([math.inf] * 3, 0, 0), ([0.0, -math.inf, -math.inf], 1, 0)],
+)
+def test_the_first_among_equals(row: list[float], smallest: int, largest: int) -> None:
+    rows = torch.tensor(row).expand(2, -1)
+    assert first_argmin(rows).tolist() == [smallest] * 2
+    assert first_argmax(rows).tolist() == [largest] * 2

@@ -28,7 +28,7 @@ class NgramIndex:
     """Where a growing list of tokens went on after each of its n-grams.
 
         tokens    a b c x . . . . a b c
-                        |           ^^^ the end, looked up
+                        |         ^^^^^ the end, looked up
                         continuation of (a b c), (b c)
 
     An n-gram is indexed once the token behind it is known, so the end never finds itself.

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.core.draft import Verdict
 from slipstream.core.sequence import Sequence
 from slipstream.engine.controller import Reasons
 from slipstream.engine.costs import LARGEST_SURPRISE, CostModel, DraftCosts, Floats
@@ -156,9 +155,10 @@ class AutoController:
         batch = sum(map(plan.reaches_end, range(len(plan.seqs))))
         rows, num_seqs = sum(plan.num_tokens), len(plan.seqs)
         context = sum(seq.num_computed for seq in plan.seqs)
-        plain_sec = float(self.costs.predict(rows, context, num_seqs))
-        decode_sec = float(self.costs.predict(max(batch, 1), context, num_seqs))
-        return Load(batch, rows, context, num_seqs, plain_sec, decode_sec / max(batch, 1))
+        plain_sec, decode_sec = self.costs.predict([rows, max(batch, 1)], context, num_seqs)
+        return Load(
+            batch, rows, context, num_seqs, float(plain_sec), float(decode_sec) / max(batch, 1)
+        )
 
     def _sizes(self, load: Load, seqs: Seq[Sequence]) -> NDArray[np.int64]:
         """Choose sizes for the sequences that get a token, and say why."""

@@ -73,6 +73,7 @@ class CostModel:
         self._num_seen = np.zeros(len(rows), dtype=np.int64)
         self._last_seen = np.zeros(len(rows), dtype=np.int64)
         self._num_steps = 0
+        self._known = self._base  # with offsets, made anew when they change
 
     def predict(self, rows: ArrayLike, context: ArrayLike = 0, num_seqs: ArrayLike = 1) -> Floats:
         """Seconds of a step, elementwise.
@@ -83,7 +84,7 @@ class CostModel:
             num_seqs: sequences among which rows and context are divided.
         """
         rows = np.asarray(rows, dtype=np.float64)
-        known = np.maximum.accumulate(self._offsets() * self._base)
+        known = self._known
         sec = np.interp(rows, self._rows, known)
         slope = (known[-1] - known[-2]) / (self._rows[-1] - self._rows[-2])
         sec = sec + slope * np.maximum(rows - self._rows[-1], 0.0)
@@ -107,6 +108,7 @@ class CostModel:
         self._speed *= 1 + SPEED_SHARE * surprise
         self._num_seen[here] += 1
         self._last_seen[here] = self._num_steps
+        self._known = np.maximum.accumulate(self._offsets() * self._base)
 
     def is_fresh(self, rows: int, max_age: int) -> bool:
         """Whether real steps of about so many rows ran twice, and lately."""
@@ -133,7 +135,7 @@ class DraftCosts:
 
     Attributes:
         idle_sec: what the time before the pass comes to when nothing is drafted: planning.
-        restart_sec: what catching up added, on average.
+        restart_sec: what catching up added, rather too much than too little.
     """
 
     SHARE = 0.2  # of a surprise taken over
@@ -173,7 +175,11 @@ class DraftCosts:
         """
         expected = float(self.predict(num_seqs, depth, guess_sec))
         if is_restart:
-            self.restart_sec += self.SHARE * (max(sec - expected, 0.0) - self.restart_sec)
+            # Never less than the last one was: what it may come to is budgeted for.
+            added = max(sec - expected, 0.0)
+            self.restart_sec = max(
+                added, self.restart_sec + self.SHARE * (added - self.restart_sec)
+            )
             return
         by_depth = self._sec.setdefault(int(_bucket(num_seqs)), {})
         known = by_depth.get(depth)

@@ -1,4 +1,4 @@
-"""The block manager by hand: one promise, one example. Random sequences: property/test_blocks.py."""
+"""The block manager by hand: one promise, one example. Random sequences are in property/."""
 
 from collections.abc import Callable
 

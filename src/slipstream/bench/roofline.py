@@ -126,10 +126,7 @@ def shape_of(model: CausalLM) -> ModelShape:
 
 def measure_device(device: torch.device, dtype: torch.dtype) -> Device:
     """Read bandwidth and matrix throughput, the best of a few."""
-    block = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
-    read_sec = _fastest(lambda: block.sum().item())
-    del block
-    size = _PRODUCT_SIZE
+    read_sec, size = _read_sec(device), _PRODUCT_SIZE
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     product_sec = _fastest(lambda: (a @ b)[0, 0].item())
     return Device(
@@ -138,6 +135,11 @@ def measure_device(device: torch.device, dtype: torch.dtype) -> Device:
         arithmetic=str(dtype).removeprefix("torch."),
         source=f"measured here, {torch.get_num_threads()} threads",
     )
+
+
+def _read_sec(device: torch.device) -> float:
+    block = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
+    return _fastest(lambda: block.sum().item())
 
 
 def draw(roofline: Roofline, path: str) -> None:

@@ -55,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
 def _table(roofline: "Roofline", alpha: float) -> str:
     device = roofline.device
     lines = [
-        f"{device.bytes_per_sec / 1e9:.1f} GB/s, {device.flops_per_sec / 1e12:.2f} tera-operations/s "
-        f"in {device.arithmetic}; the ridge is at {roofline.ridge_rows:.0f} rows ({device.source})",
-        f"{'rows':>5} {'measured ms':>12} {'predicted ms':>13} {'speedup of free drafts right':>30}",
-        f"{'':>5} {'':>12} {'':>13} {f'with chance {alpha:g}':>30}",
+        f"{device.bytes_per_sec / 1e9:.1f} GB/s, {device.flops_per_sec / 1e12:.2f} TOP/s in "
+        f"{device.arithmetic}; the ridge is at {roofline.ridge_rows:.0f} rows ({device.source})",
+        f"speedup: of free drafts, each right with chance {alpha:g}, measured / predicted",
+        f"{'rows':>5} {'measured ms':>12} {'predicted ms':>13} {'speedup':>16}",
     ]
     for step in roofline.steps:
         measured = "-" if step.measured_ms is None else f"{step.measured_ms:.1f}"
@@ -66,5 +66,5 @@ def _table(roofline: "Roofline", alpha: float) -> str:
             roofline.speedup(alpha, step.rows - 1, measured=measured) for measured in (True, False)
         ]
         shown = " / ".join("-" if gain is None else f"{gain:.2f}x" for gain in gains)
-        lines.append(f"{step.rows:>5} {measured:>12} {step.predicted_ms:>13.1f} {shown:>30}")
+        lines.append(f"{step.rows:>5} {measured:>12} {step.predicted_ms:>13.1f} {shown:>16}")
     return "\n".join(lines)

@@ -24,9 +24,14 @@ from slipstream.kv.blocks import BlockManager
 from slipstream.models.batch import Span, lay_out
 from slipstream.models.runner import ModelRunner
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# Numbers of rows that are also measured over a long context.
-CONTEXT_ROWS = (1, 8, 64)
+# Passes in order of what they tell, coarse to fine: (rows, whether over a long context). Slow
+# models get through the first few only, and the rest is read between those.
+SIZES = (
+    *((rows, False) for rows in (1, 8, 64, 2, 16, 4, 32)),
+    *((rows, True) for rows in (1, 16)),
+    *((rows, False) for rows in (128, 3, 6, 12, 24, 48, 96)),
+)
+MIN_SIZES = 3
 SHORT_CONTEXT, LONG_CONTEXT = 16, 1024
 MAX_SEC = 2.0
 MAX_ROUNDS = 5
@@ -67,7 +72,7 @@ def cache_key(runner: ModelRunner) -> dict[str, Any]:
         "machine": machine,
         "threads": torch.get_num_threads(),
         "versions": [version("slipstream"), torch.__version__],
-        "rows": list(ROWS),
+        "sizes": [list(size) for size in SIZES],
     }
 
 
@@ -86,6 +91,7 @@ def read_table(path: Path, key: dict[str, Any]) -> CostTable | None:
             content["key"] == key
             and len(read.rows) == len(read.sec) > 0
             and all(few < many for few, many in pairwise(read.rows))
+            and all(few <= many for few, many in pairwise(read.sec))
             and all(0 < sec < math.inf for sec in read.sec)
             and all(0 <= sec < math.inf for sec in (read.sec_per_key, read.sec_per_pair))
         )
@@ -108,34 +114,33 @@ def write_table(path: Path, key: dict[str, Any], table: CostTable) -> None:
 def measure(runner: ModelRunner, clock: Callable[[], float] = time.perf_counter) -> CostTable:
     """Time passes of every size in rounds for about `MAX_SEC`, and keep the fastest of each.
 
-    Interruptions only ever add time, so the fastest is the best estimate. The first round always
-    completes; pools too small for the larger passes leave those out.
+    Interruptions only ever add time, so the fastest is the best estimate, and no pass can really
+    take longer than one of more rows. Pools too small for the larger passes leave those out.
     """
     num_blocks, block_size = runner.cache.pool.shape[2:4]
     room = min(num_blocks * block_size, runner.model.config.context_length)
-    rows = [n for n in ROWS if n == 1 or n + SHORT_CONTEXT <= room]
-    long = min(LONG_CONTEXT, room - CONTEXT_ROWS[-1])
-    short = min(SHORT_CONTEXT, room - 1)
-    sizes = [(n, short) for n in rows]
-    if long > 2 * SHORT_CONTEXT:
-        sizes += [(n, long) for n in CONTEXT_ROWS]
+    short, long = min(SHORT_CONTEXT, room - 1), min(LONG_CONTEXT, room // 2)
+    sizes = [(rows, long if is_long else short) for rows, is_long in SIZES]
+    sizes = [size for size in sizes if sum(size) <= room]
     blocks = BlockManager(num_blocks, block_size, prefix_caching=False)
     blocks.allocate(0, [])
-    blocks.reserve(0, 0, max(n + context for n, context in sizes))
+    blocks.reserve(0, 0, max(map(sum, sizes)))
 
+    _pass(runner, blocks, *sizes[0])  # not timed: it sets up kernels and caches
     best: dict[tuple[int, int], float] = {}
     began = clock()
-    for number in range(MAX_ROUNDS):
-        for size in sizes:
-            if number and clock() - began > MAX_SEC:
-                break
-            if not number:
-                _pass(runner, blocks, *size)  # not timed: it sets up kernels and caches
-            start = clock()
-            _pass(runner, blocks, *size)
-            best[size] = min(best.get(size, math.inf), clock() - start)
+    for size in sizes * MAX_ROUNDS:
+        start = clock()
+        if start - began > MAX_SEC and len(best) >= MIN_SIZES:
+            break
+        _pass(runner, blocks, *size)
+        best[size] = min(best.get(size, math.inf), clock() - start)
+
+    rows = sorted(rows for rows, context in best if context == short)
+    sec = [best[n, short] for n in rows]
+    sec = [min(sec[i:]) for i in range(len(sec))]
     per_key, per_pair = _attention(best, short, long)
-    return CostTable(tuple(rows), tuple(best[n, short] for n in rows), per_key, per_pair)
+    return CostTable(tuple(rows), tuple(sec), per_key, per_pair)
 
 
 def _pass(runner: ModelRunner, blocks: BlockManager, num_rows: int, context: int) -> None:
@@ -148,9 +153,9 @@ def _pass(runner: ModelRunner, blocks: BlockManager, num_rows: int, context: int
 def _attention(best: dict[tuple[int, int], float], short: int, long: int) -> tuple[float, float]:
     """Seconds per key read and per (row, key): the line through what context added, by rows."""
     added = {
-        n: (best[n, long] - best[n, short]) / (long - short)
-        for n in CONTEXT_ROWS
-        if (n, long) in best and (n, short) in best
+        rows: (best[rows, long] - best[rows, short]) / (long - short)
+        for rows, context in best
+        if context == long > short and (rows, short) in best
     }
     if len(added) < 2:
         return 0.0, 0.0

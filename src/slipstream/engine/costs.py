@@ -35,7 +35,7 @@ class CostTable:
 
     Attributes:
         rows: tokens computed in a pass, ascending.
-        sec: seconds of such a pass over a short context, for each.
+        sec: seconds of such a pass over a short context, for each; never falling.
         sec_per_key: what each further token of context adds by being read.
         sec_per_pair: what it adds for each row that attends to it.
     """
@@ -59,6 +59,7 @@ class CostModel:
     def __init__(self, table: CostTable):
         assert len(table.rows) == len(table.sec) > 0, "one time per number of rows"
         assert sorted(set(table.rows)) == list(table.rows), "rows ascend"
+        assert sorted(table.sec) == list(table.sec), "more rows never take less time"
         self.table = table
         rows, sec = list(table.rows), list(table.sec)
         per_row = (sec[-1] - sec[-2]) / (rows[-1] - rows[-2]) if len(rows) > 1 else 0.0
@@ -66,8 +67,7 @@ class CostModel:
         rows.append(STRETCH * rows[-1])
         self.max_rows = rows[-1]
         self._rows = np.array(rows, dtype=np.float64)
-        # More rows never take less time; where they seem to, the measurement was noisy.
-        self._base: Floats = np.maximum.accumulate(np.array(sec))
+        self._base: Floats = np.array(sec)
         self._speed = 1.0
         self._offset = np.ones(len(rows))
         self._num_seen = np.zeros(len(rows), dtype=np.int64)

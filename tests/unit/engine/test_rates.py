@@ -85,7 +85,7 @@ def test_a_budget_used_up_says_nothing_of_a_larger_one():
 
 
 def test_trees_follow_their_parents():
-    """Siblings 0 and 1 at the root, 2 under 1: 0 is right 3 times in 10, 1 six times, 2 then always.
+    """Siblings 0 and 1, 2 a child of 1: 0 is right 3 times in 10, 1 six times, 2 then always.
 
     What stands behind 1 cannot be accepted more often than 1 is.
     """

@@ -127,8 +127,7 @@ def _check(
             f"(limit {trial.logit_slack:g})"
         )
     if len(parted) > len(explained):
-        worst = max(each.margin for each in parted)
-        detail += f"; {len(parted) - len(explained)} differ, margins up to {worst:.2g}"
+        detail += f"; no near-tie explains {len(parted) - len(explained)}"
     return Check(name, len(parted) == len(explained), detail)
 
 

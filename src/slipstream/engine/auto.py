@@ -167,7 +167,7 @@ class AutoController:
             [min(self.max_tokens, seq.room - 1) if seq.params.speculative else 0 for seq in seqs]
         )
         if room.max() <= 0:
-            self.reasons.give("off: nobody wants or has room for more than one token")
+            self.reasons.give("off: no sequence can have a draft")
             return nothing
         if load.rows == load.batch and not self.costs.is_fresh(load.batch, PLAIN_MAX_AGE):
             self.reasons.give("off: measuring plain decoding")

@@ -56,7 +56,7 @@ def test_equality_is_proved(model, rule, params):
 @pytest.mark.parametrize("rule", ["ratio", "block"])
 def test_laws_are_proved(model, rule):
     params = replace(SAMPLED, max_tokens=32)
-    report = prove(model, params, rule=rule, samples=72, detect=0.15)
+    report = prove(model, params, rule=rule, samples=64, detect=0.15)
     assert report.exit_code == PROVED
     assert report.detectable_tv <= 0.15
     assert len(report.checks) == 3 and all(bug.caught for bug in report.planted)
@@ -67,12 +67,9 @@ def test_laws_are_proved(model, rule):
 
 def test_lenient_acceptance_is_refuted(model, monkeypatch):
     honest = StepNoise.accepts
-    monkeypatch.setattr(
-        StepNoise, "accepts", lambda self, s, n, p, q: honest(self, s, n, 1.5 * p, q)
-    )
-    monkeypatch.setattr(distribution, "HIT_RATE", 0.9)
-    params = replace(SAMPLED, max_tokens=2)
-    report = prove(model, params, rule="ratio", samples=512)
+    monkeypatch.setattr(StepNoise, "accepts", lambda self, s, n, p, q: honest(self, s, n, 2 * p, q))
+    params = replace(SAMPLED, max_tokens=32, temperature=0.7)
+    report = prove(model, params, rule="ratio", samples=40)
     assert report.exit_code == REFUTED
     failed = [check.name for check in report.checks if not check.passed]
     assert failed == ["speculative tokens have the law p"], "plain decoding is not to blame"

@@ -47,7 +47,6 @@ def test_penalties_and_bias(setting: dict[str, Any], expected: list[float]) -> N
     assert logits_of(row(**setting)) == [expected]
 
 
-@pytest.mark.xfail(strict=True, reason="whole numbers alone become an int64 tensor")
 def test_biases_may_be_whole_numbers() -> None:
     assert logits_of(row(logit_bias={0: 1, 1: -1})) == [[3.0, -3.0, 4.0, 1.0, 0.0]]
 

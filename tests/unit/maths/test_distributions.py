@@ -104,9 +104,12 @@ def test_top_k_of_everything_keeps_everything(top_k: int) -> None:
     assert torch.equal(scores(logits, rows(top_k=top_k)), scores(logits, rows()))
 
 
-@pytest.mark.parametrize("top_p", [1e-9, 0.2, 0.24])
-def test_top_p_breaks_ties_by_token_id(top_p: float) -> None:
-    close(probabilities(torch.zeros(1, 4), rows(top_p=top_p)), 1, 0, 0, 0)
+@pytest.mark.parametrize(
+    ("top_p", "num_kept"), [(1e-50, 1), (1e-9, 1), (0.0005, 1), (0.0015, 2), (0.0995, 100)]
+)
+def test_top_p_breaks_ties_by_token_id(top_p: float, num_kept: int) -> None:
+    weights = scores(torch.zeros(1, 1000), rows(top_p=top_p))
+    assert (weights[0] > -INF).nonzero().flatten().tolist() == list(range(num_kept))
 
 
 def test_min_p_of_one_keeps_the_largest_alone() -> None:

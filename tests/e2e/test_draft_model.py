@@ -12,6 +12,7 @@ import torch
 
 from slipstream import reference
 from slipstream.build import build_engine
+from slipstream.check.tiny import loaded, tiny_model
 from slipstream.core.config import EngineConfig
 from slipstream.core.controls import Row, controls
 from slipstream.core.counts import DraftCounts
@@ -24,7 +25,6 @@ from slipstream.engine.verifier import make_verifier
 from slipstream.maths.distributions import probabilities
 from slipstream.maths.stats import g_test
 from slipstream.models import CausalLM
-from tiny import loaded, tiny_model
 
 EOS = frozenset({0})
 SETTINGS = (

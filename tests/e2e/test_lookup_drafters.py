@@ -12,6 +12,7 @@ import pytest
 
 from slipstream import reference
 from slipstream.build import build_engine
+from slipstream.check.tiny import loaded, tiny_model
 from slipstream.core.config import EngineConfig
 from slipstream.core.params import SamplingParams
 from slipstream.drafters.base import Drafter
@@ -19,7 +20,6 @@ from slipstream.drafters.ngram import NgramDrafter
 from slipstream.drafters.suffix import SuffixDrafter
 from slipstream.engine.controller import FixedController
 from slipstream.engine.engine import Engine
-from tiny import loaded, tiny_model
 
 EOS = frozenset({0})
 FEW_LETTERS = dict.fromkeys(range(1, 5), 50.0)

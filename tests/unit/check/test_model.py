@@ -9,6 +9,7 @@ from slipstream import reference
 from slipstream.check import distribution, equality
 from slipstream.check.model import prove_model
 from slipstream.check.report import PROVED, REFUTED, UNDERPOWERED
+from slipstream.check.tiny import loaded, tiny_model
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import ConfigError, ModelError, RequestError
 from slipstream.core.params import SamplingParams
@@ -16,7 +17,6 @@ from slipstream.drafters.synthetic import SyntheticDrafter
 from slipstream.engine import step
 from slipstream.maths import acceptance
 from slipstream.maths.noise import StepNoise
-from tiny import loaded, tiny_model
 
 EOS = frozenset({0})
 PROMPTS = [[5, 6, 7, 8], [9, 3], [4, 11, 12, 13, 14, 15]]

@@ -12,6 +12,7 @@ import torch
 
 from sequences import sequence
 from slipstream import reference
+from slipstream.check.tiny import LetterTokenizer, tiny_model
 from slipstream.core.controls import Row, controls
 from slipstream.core.draft import NO_DRAFT
 from slipstream.core.errors import ConfigError
@@ -23,7 +24,6 @@ from slipstream.maths.distributions import finishers, probabilities, sample, sco
 from slipstream.maths.noise import Address, Key, StepNoise, Stream
 from slipstream.maths.trees import children, depths
 from slipstream.models.runner import ModelRunner
-from tiny import LetterTokenizer, tiny_model
 
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = SamplingParams(temperature=1.0)

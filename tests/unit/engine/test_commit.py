@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.check.tiny import LetterTokenizer
 from slipstream.core.draft import NO_DRAFT, Draft, Verdict
 from slipstream.core.outputs import Delta
 from slipstream.core.params import SamplingParams
@@ -14,7 +15,6 @@ from slipstream.core.sequence import Sequence
 from slipstream.engine.commit import commit
 from slipstream.engine.detokenize import Detokenizer
 from slipstream.maths.noise import Key
-from tiny import LetterTokenizer
 
 A, B, C, D, E, F = range(6)
 EOS = 9

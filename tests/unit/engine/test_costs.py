@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.check.tiny import tiny_model
 from slipstream.engine import calibration
 from slipstream.engine.calibration import cache_key, calibrated, measure, read_table, write_table
 from slipstream.engine.costs import CostModel, CostTable, DraftCosts
 from slipstream.kv.cache import KVCache
 from slipstream.models.runner import ModelRunner
-from tiny import tiny_model
 
 TABLE = CostTable(rows=(1, 2, 4, 8, 16), sec=(1.0, 1.1, 1.3, 1.3, 3.0))
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.check.tiny import tiny_config
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ModelError
 from slipstream.loading.weights import StoredTensor, load_model, parameter_slots
 from slipstream.models import ARCHITECTURES, build
-from tiny import tiny_config
 
 
 def checkpoint(config: ModelConfig) -> dict[str, Tensor]:

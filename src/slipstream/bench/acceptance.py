@@ -10,22 +10,19 @@ Medians and quartiles; the last line is JSON.
 
 import argparse
 import json
-import platform
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from statistics import quantiles
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
-import slipstream
+from slipstream.bench.circumstances import circumstances
 from slipstream.maths import acceptance
 from slipstream.maths.acceptance import DraftBatch
-from slipstream.maths.distributions import Controls, probabilities, sample
-from slipstream.maths.noise import Address, Key, StepNoise, Stream
+from slipstream.maths.distributions import Controls, probabilities, race, sample
+from slipstream.maths.noise import Address, Key, StepNoise, Stream, exponential
 
 Cases = dict[str, Callable[[], object]]
 
@@ -43,7 +40,11 @@ def main() -> None:
     print(f"{'':{width}}  median ms   quartiles")
     for name, (low, median, high) in times.items():
         print(f"{name:{width}}  {median:9.1f}   {low:.1f} to {high:.1f}")
-    print(json.dumps({"unit": "ms", "quartiles": times, **circumstances(args.rounds)}))
+    print(
+        json.dumps(
+            {"unit": "ms", "quartiles": times, "rounds": args.rounds} | circumstances(sys.argv[1:])
+        )
+    )
 
 
 def measure(cases: Cases, rounds: int) -> dict[str, list[float]]:
@@ -64,8 +65,8 @@ def many_short_drafts(num_seqs: int = 10_000, gamma: int = 4) -> Cases:
     q = torch.tensor([0.15, 0.30, 0.20, 0.15, 0.05, 0.05, 0.05, 0.05])
     keys = [Key(seed) for seed in range(num_seqs)]
     noise = StepNoise(keys, [0] * num_seqs)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.multinomial(q, num_seqs * gamma, replacement=True, generator=generator)
+    drawn = [Address(Key(0), Stream.DRAFT, row) for row in range(num_seqs * gamma)]
+    tokens = race(q.log().float().expand(len(drawn), -1), drawn)
     drafts = _chains(tokens.view(num_seqs, gamma), q.expand(num_seqs, gamma, -1))
 
     def target(seqs: Tensor, nodes: Tensor) -> Tensor:
@@ -85,8 +86,10 @@ def many_short_drafts(num_seqs: int = 10_000, gamma: int = 4) -> Cases:
 
 def few_long_rows(num_seqs: int = 8, gamma: int = 8, vocab_size: int = 152_000) -> Cases:
     """Drafts over a real vocabulary, all accepted; p comes from logits [B, K + 1, V]."""
-    generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(num_seqs, gamma + 1, vocab_size, generator=generator)
+    rows = [Address(Key(0), Stream.DRAFT, row) for row in range(num_seqs * (gamma + 1))]
+    # Gumbel noise spreads about as the logits of a language model do.
+    gumbel = -exponential(rows, vocab_size).log()
+    logits = 2 * gumbel.view(num_seqs, gamma + 1, vocab_size)
     keys = [Key(seed) for seed in range(num_seqs)]
     noise = StepNoise(keys, [0] * num_seqs)
 
@@ -121,20 +124,6 @@ def few_long_rows(num_seqs: int = 8, gamma: int = 8, vocab_size: int = 152_000) 
     }
 
 
-def circumstances(rounds: int) -> dict[str, object]:
-    """What a number depends on; what is not known is null."""
-    return {
-        "rounds": rounds,
-        "argv": sys.argv[1:],
-        "commit": _commit(),
-        "slipstream": slipstream.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu": _cpu_name(),
-        "threads": torch.get_num_threads(),
-    }
-
-
 def _chains(tokens: Tensor, q: Tensor | None = None) -> DraftBatch:
     return DraftBatch(tokens, torch.arange(-1, tokens.shape[1] - 1).expand_as(tokens), q)
 
@@ -152,24 +141,6 @@ def _controls(num_rows: int, temperature: float) -> Controls:
 def _addresses(keys: list[Key], seqs: Tensor, nodes: Tensor) -> list[Address]:
     places = zip(seqs.tolist(), nodes.tolist(), strict=True)
     return [Address(keys[b], Stream.TARGET, node + 1) for b, node in places]
-
-
-def _commit() -> str | None:
-    here = Path(__file__).parent
-    command = ["git", "-C", str(here), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _cpu_name() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or None
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else None
 
 
 if __name__ == "__main__":

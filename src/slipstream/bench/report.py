@@ -1,16 +1,7 @@
-"""Measurements as a table, a picture, and the facts that make them comparable."""
+"""Measurements as a table and as a picture."""
 
-import platform
-import subprocess
-from pathlib import Path
-from typing import Any
-
-import torch
-
-from slipstream import __version__
 from slipstream.bench.measure import Row
 from slipstream.core.errors import ConfigError
-from slipstream.llm import LLM
 
 
 def table(rows: list[Row]) -> str:
@@ -47,40 +38,3 @@ def draw(rows: list[Row], path: str) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
-
-
-def circumstances(llm: LLM, workload: str, num_prompts: int, argv: list[str]) -> dict[str, Any]:
-    """What a reader needs to compare or repeat a measurement; null where it is unknown."""
-    return {
-        "argv": argv,
-        "workload": workload,
-        "num_prompts": num_prompts,
-        "model": llm.loaded.name,
-        "dtype": str(llm.loaded.model.dtype).removeprefix("torch."),
-        "device": str(llm.loaded.model.device),
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "slipstream": __version__,
-        "commit": _commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def cpu_name() -> str | None:
-    """The processor's name for people."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
-    except (OSError, StopIteration):
-        return platform.processor() or None
-
-
-def _commit() -> str | None:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        here = Path(__file__).parent
-        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

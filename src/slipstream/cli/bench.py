@@ -43,8 +43,9 @@ def add_parser(commands: options.Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from slipstream.bench.circumstances import circumstances
     from slipstream.bench.measure import head_to_head
-    from slipstream.bench.report import circumstances, draw, table
+    from slipstream.bench.report import draw, table
     from slipstream.bench.workloads import load_workload
 
     methods = _methods(args)
@@ -76,8 +77,15 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         draw(rows, args.plot)
     if args.json:
-        facts = circumstances(llm, workload.name, len(prompts), sys.argv[1:])
-        print(json.dumps(facts | {"rows": [row.as_dict() for row in rows]}))
+        facts = {
+            "model": llm.loaded.name,
+            "dtype": str(llm.loaded.model.dtype).removeprefix("torch."),
+            "device": str(llm.loaded.model.device),
+            "workload": workload.name,
+            "num_prompts": len(prompts),
+            "rows": [row.as_dict() for row in rows],
+        }
+        print(json.dumps(circumstances(sys.argv[1:]) | facts))
     return 0
 
 

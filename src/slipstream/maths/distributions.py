@@ -107,7 +107,7 @@ def scores(logits: Tensor, controls: Controls) -> Tensor:
     if bool(greedy.all()):
         return _only(first_argmax(logits), like=logits)
     temperature = torch.where(greedy, 1.0, controls.temperature).unsqueeze(-1)
-    weights = (logits - best) / temperature
+    weights = (logits - best).div_(temperature)
     weights = _truncate_min_p(weights, controls.min_p)
     weights = _truncate_top_k(weights, controls.top_k)
     weights = _truncate_top_p(weights, controls.top_p)
@@ -161,8 +161,8 @@ def _usable(logits: Tensor) -> Tensor:
 def _first(weights: Tensor, noise: Tensor, count: int) -> Tensor:
     if count == 1:
         # E / p up to a factor per row; infinite where p is 0 or hopeless.
-        times = noise * torch.exp(weights.amax(-1, keepdim=True) - weights)
-        return first_argmin(times).unsqueeze(-1)
+        ratios = (weights.amax(-1, keepdim=True) - weights).exp_()
+        return first_argmin(ratios.mul_(noise)).unsqueeze(-1)
     # Among the later finishers hopeless tokens still come before impossible ones.
     return (weights - noise.log()).topk(count, dim=-1, sorted=True).indices
 

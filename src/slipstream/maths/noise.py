@@ -207,7 +207,7 @@ def _exponential_rows(keys: Tensor, places: Tensor, vocab_size: int) -> Tensor:
         blocks = torch.arange(-(-vocab_size // 4), device=keys.device).expand(len(keys), -1)
         words = _words(keys, places, blocks).flatten(1)[:, :vocab_size]
         return _to_exponential(_to_uniform(words))
-    noise = torch.empty(len(keys), vocab_size)
+    uniform = torch.empty(len(keys), vocab_size, dtype=torch.float64)
     key_rows = keys.numpy().view(np.uint64)
     counters = np.concatenate((np.zeros((len(keys), 1), np.int64), places.numpy()), axis=1)
     counter_rows = counters.view(np.uint64)
@@ -216,18 +216,17 @@ def _exponential_rows(keys: Tensor, places: Tensor, vocab_size: int) -> Tensor:
         for row in rows:
             # numpy advances the counter before the first block, hence the 1 + token // 4 above.
             bits = np.random.Philox(key=key_rows[row], counter=counter_rows[row])
-            uniform = torch.from_numpy(np.random.Generator(bits).random(vocab_size))
-            noise[row] = _to_exponential(uniform.add_(2.0**-54))
+            np.random.Generator(bits).random(out=uniform[row].numpy())
 
-    # numpy releases the interpreter lock while it fills a row.
+    # numpy releases the interpreter lock while it fills a row; torch's own threads do the rest.
     num_threads = min(torch.get_num_threads(), len(keys))
-    if num_threads < 2 or len(keys) * vocab_size < 2**18:
+    if num_threads < 2 or uniform.numel() < 2**18:
         fill(range(len(keys)))
     else:
         with ThreadPoolExecutor(num_threads) as pool:
             shares = [range(first, len(keys), num_threads) for first in range(num_threads)]
             list(pool.map(fill, shares))
-    return noise
+    return _to_exponential(uniform.add_(2.0**-54))
 
 
 def _to_uniform(words: Tensor) -> Tensor:
@@ -238,4 +237,4 @@ def _to_uniform(words: Tensor) -> Tensor:
 
 def _to_exponential(uniform: Tensor) -> Tensor:
     # Rounding to float32 may reach 1, whose exponential would be infinite.
-    return -torch.log1p(-uniform.float().clamp_(max=_LARGEST_BELOW_ONE))
+    return uniform.float().clamp_(max=_LARGEST_BELOW_ONE).neg_().log1p_().neg_()

@@ -111,8 +111,10 @@ def test_alone(model_type, setting):
         assert run(engine_for(model), [(prompt, params)]) == [expected(model, prompt, params)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("stagger", [0, 2])
-def test_batch_of_16(model, stagger):
+def test_batch_of_16(stagger, dtype):
+    model = tiny_model("llama", dtype=dtype)
     wanted = requests(16)
     assert run(engine_for(model), wanted, stagger=stagger) == [
         expected(model, *each) for each in wanted
@@ -126,11 +128,13 @@ def test_chunked_prefill(model, chunk):
     assert run(engine, wanted) == [expected(model, *each) for each in wanted]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_starved_pool(model, block_size):
+def test_starved_pool(block_size, dtype):
+    model = tiny_model("llama", dtype=dtype)
     wanted = requests(8)
     tokens_in_pool = 72  # one sequence has up to 63
-    bytes_per_token = 2 * 3 * 2 * 8 * 8
+    bytes_per_token = 2 * 3 * 2 * 8 * dtype.itemsize
     engine = engine_for(
         model, kv_cache_memory=tokens_in_pool * bytes_per_token, block_size=block_size
     )

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
 
 from slipstream.core.errors import DownloadError, ModelError
 from slipstream.loading import hub as hub_module
@@ -465,6 +465,8 @@ def test_missing_hub_file_is_told_with_those_there_are(hub: FakeHub):
 
 @pytest.fixture
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    enable_progress_bars()  # whatever other tests did to this global switch
+    enable_progress_bars()  # whatever other tests did to this global switch
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)

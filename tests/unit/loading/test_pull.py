@@ -463,10 +463,14 @@ def test_missing_hub_file_is_told_with_those_there_are(hub: FakeHub):
 # Is the hub there? ---------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def progress_bars() -> None:
+    """Whatever other tests did to the library's global switch."""
+    enable_progress_bars()
+
+
 @pytest.fixture
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    enable_progress_bars()  # whatever other tests did to this global switch
-    enable_progress_bars()  # whatever other tests did to this global switch
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)

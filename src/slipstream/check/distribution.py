@@ -160,7 +160,7 @@ def _score(
         output = answer.token_ids
         logits, controls, _ = trial.specified(case, output)
         tokens = torch.tensor(output, device=logits.device)
-        excluded = ~possible(logits, controls, tokens, trial.logit_slack)
+        excluded = ~possible(logits, controls, tokens, trial.slack(logits))
         if bool(excluded.any()) and scores.impossible is None:
             scores.impossible = _reproducer(case, output, logits, int(excluded.int().argmax()))
         p = probabilities(logits, controls).double()

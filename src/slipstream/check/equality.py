@@ -37,6 +37,7 @@ class Divergence:
         position: output tokens they have in common.
         margin: how far the specification is from emitting the worse of the two tokens there, in
             units of logits; infinite if it cannot, or if only one answer goes on.
+        limit: up to which margin other arithmetic explains it.
     """
 
     case: Case
@@ -44,6 +45,11 @@ class Divergence:
     expected: CompletionOutput
     got: CompletionOutput
     margin: float
+    limit: float
+
+    @property
+    def is_explained(self) -> bool:
+        return self.margin <= self.limit
 
 
 def samples_for(detect: float) -> int:
@@ -61,7 +67,7 @@ def prove_equality(trial: Trial, cases: Seq[Case], report: Report) -> None:
     plain = trial.run("Plain", cases)
     again = trial.run("Plain, in another batch", cases, stagger=True)
     parted = divergences(trial, cases, plain, again)
-    report.checks.append(_check(trial, "plain decoding agrees with itself", again, parted))
+    report.checks.append(_check("plain decoding agrees with itself", again, parted))
 
     trees = trial.rule != "block"
     drafter = SyntheticDrafter(known(plain), trial.vocab_size, HIT_RATE, trees=trees)
@@ -69,20 +75,20 @@ def prove_equality(trial: Trial, cases: Seq[Case], report: Report) -> None:
     drafted = trial.run("Speculative", cases, drafter=drafter, verifier=verifier, stagger=True)
     parted = divergences(trial, cases, plain, drafted)
     name = "speculation changes no token"
-    report.checks.append(_check(trial, name, drafted, parted))
+    report.checks.append(_check(name, drafted, parted))
     report.settings |= {"drafted": drafter.num_drafted, "accepted": drafter.num_accepted}
     report.cases = len(cases)
     report.equal = len(cases) - len(parted)
     report.detectable_tv = detectable(len(cases))
     report.first_divergence_margins = sorted(each.margin for each in parted)
-    report.reproducer = _smallest(trial, parted)
+    report.reproducer = _smallest(parted)
 
     longest = sorted(range(len(cases)), key=lambda i: -len(plain[i].token_ids))
     some = longest[:_NUM_PLANTED_CASES]
     few, want = [cases[i] for i in some], [plain[i] for i in some]
     wrong = SyntheticDrafter({}, trial.vocab_size, 0.0, trees=trees)
     kept = trial.run("Planted bug", few, drafter=wrong, verifier=_KeepsOneToken(verifier))
-    check = _check(trial, name, kept, divergences(trial, few, want, kept))
+    check = _check(name, kept, divergences(trial, few, want, kept))
     report.planted.append(Planted("one rejected token kept", not check.passed, name, check.detail))
 
 
@@ -100,40 +106,45 @@ def divergences(
         pairs = zip(a.token_ids, b.token_ids, strict=False)
         shorter = min(len(a.token_ids), len(b.token_ids))
         position = next((i for i, (x, y) in enumerate(pairs) if x != y), shorter)
-        margin = math.inf
+        margin, limit = math.inf, 0.0
         if position < shorter:
-            margin = max(_margin(trial, case, a, position), _margin(trial, case, b, position))
-        found.append(Divergence(case, position, a, b, margin))
+            margin, limit = _margin(trial, case, a, b, position)
+        found.append(Divergence(case, position, a, b, margin, limit))
     return found
 
 
-def _margin(trial: Trial, case: Case, answer: CompletionOutput, position: int) -> float:
-    output = answer.token_ids[: position + 1]
-    logits, controls, addresses = trial.specified(case, output, position)
-    tokens = torch.tensor(output[position:], device=logits.device)
-    return float(margins(logits, controls, addresses, tokens, trial.logit_slack))
+def _margin(
+    trial: Trial, case: Case, a: CompletionOutput, b: CompletionOutput, position: int
+) -> tuple[float, float]:
+    """How far the worse of two tokens is from being emitted, and how far is near."""
+    logits, controls, addresses = trial.specified(case, a.token_ids[: position + 1], position)
+    limit = trial.slack(logits)
+    worse = 0.0
+    for answer in (a, b):
+        token = torch.tensor([answer.token_ids[position]], device=logits.device)
+        worse = max(worse, float(margins(logits, controls, addresses, token, limit)))
+    return worse, limit
 
 
-def _check(
-    trial: Trial, name: str, answers: Seq[CompletionOutput], parted: Seq[Divergence]
-) -> Check:
-    explained = [each.margin for each in parted if each.margin <= trial.logit_slack]
+def _check(name: str, answers: Seq[CompletionOutput], parted: Seq[Divergence]) -> Check:
+    explained = [each for each in parted if each.is_explained]
     num_tokens = sum(len(answer.token_ids) for answer in answers)
     num_equal = len(answers) - len(parted)
     detail = f"{num_equal} of {len(answers)} answers equal, {num_tokens} tokens"
     if explained:
+        widest = max(explained, key=lambda each: each.margin)
         detail += (
-            f"; {len(explained)} part at a near-tie, margins up to {max(explained):.2g} "
-            f"(limit {trial.logit_slack:g})"
+            f"; {len(explained)} part at a near-tie, by up to {widest.margin:.2g} in logits "
+            f"(limit {widest.limit:.2g})"
         )
     if len(parted) > len(explained):
         detail += f"; no near-tie explains {len(parted) - len(explained)}"
     return Check(name, len(parted) == len(explained), detail)
 
 
-def _smallest(trial: Trial, parted: Seq[Divergence]) -> Reproducer | None:
+def _smallest(parted: Seq[Divergence]) -> Reproducer | None:
     """The earliest divergence that no near-tie explains, behind the shortest prompt."""
-    wrong = [each for each in parted if each.margin > trial.logit_slack]
+    wrong = [each for each in parted if not each.is_explained]
     if not wrong:
         return None
     least = min(wrong, key=lambda each: (each.position, len(each.case.prompt)))

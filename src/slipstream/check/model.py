@@ -12,7 +12,7 @@ from slipstream import __version__
 from slipstream.build import LoadedModel
 from slipstream.check import distribution, equality
 from slipstream.check.report import Report
-from slipstream.check.trial import POWER, Case, Trial
+from slipstream.check.trial import LOGIT_SLACK, POWER, Case, Trial
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.params import SamplingParams
@@ -118,7 +118,7 @@ def _settings(
         "prompts": num_prompts,
         "samples": num_samples,
         "spec tokens": trial.draft_tokens,
-        "near-tie limit": trial.logit_slack,
+        "near-tie limit": f"{LOGIT_SLACK[model.dtype]:.2g} of the largest logit",
         "slipstream": __version__,
         "torch": torch.__version__,
     }

@@ -1,12 +1,14 @@
 """From a model's name and settings to a wired engine. The only file that knows concrete classes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
-from slipstream.core.config import EngineConfig
+from slipstream import native
+from slipstream.core.config import EngineConfig, ModelConfig
 from slipstream.core.errors import ConfigError, ModelError
 from slipstream.core.speculative import SpeculativeConfig
 from slipstream.drafters.base import Drafter, NoDrafter
@@ -29,7 +31,7 @@ from slipstream.loading.directory import ModelDirectory
 from slipstream.loading.gguf import GGUFFile
 from slipstream.loading.pull import cache_dir, resolve
 from slipstream.loading.tokenizer import Tokenizer
-from slipstream.loading.weights import load_model
+from slipstream.loading.weights import StoredTensor, can_pack, load_model
 from slipstream.models import CausalLM
 from slipstream.models.runner import ModelRunner
 
@@ -66,14 +68,38 @@ def choose_device(name: str = "auto") -> torch.device:
     return torch.device(name)
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware multiplies it, else float32."""
-    if name == "auto":
+def choose_dtype(
+    name: str, device: torch.device, config: ModelConfig, tensors: Mapping[str, StoredTensor]
+) -> torch.dtype | None:
+    """What weights are computed in; None packs them as they are stored, for the native kernels.
+
+    `auto` packs where the kernels can run the model, else takes bfloat16 where the hardware
+    multiplies it, else float32.
+
+    Raises:
+        ConfigError: an unknown name, or `packed` where the kernels cannot run the model.
+    """
+    if name in ("auto", "packed"):
+        if device.type == "cpu" and _has_native_kernels() and can_pack(config, tensors):
+            return None
+        if name == "packed":
+            raise ConfigError(
+                "dtype packed needs a CPU, the native kernels, and weights they have a format for; "
+                "use --dtype auto"
+            )
         fast = device.type == "cuda" or _cpu_multiplies_bfloat16()
         return torch.bfloat16 if fast else torch.float32
     if name not in DTYPES:
-        raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {name!r}")
+        known = ", ".join(("auto", "packed", *DTYPES))
+        raise ConfigError(f"dtype must be one of {known}, not {name!r}")
     return DTYPES[name]
+
+
+def _has_native_kernels() -> bool:
+    try:
+        return native.is_available()
+    except native.KernelsError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _cpu_multiplies_bfloat16() -> bool:
@@ -96,7 +122,6 @@ def load(
         ModelError, DownloadError, ConfigError: as their names say.
     """
     where = choose_device(device)
-    kind = choose_dtype(dtype, where)
     path = resolve(name, quiet=quiet)
     checkpoint: GGUFFile | ModelDirectory
     if path.is_dir():
@@ -110,7 +135,9 @@ def load(
             f"the tokenizer of {path} knows {tokenizer.vocab_size} tokens, the model only "
             f"{checkpoint.config.vocab_size}; they do not belong together"
         )
-    model = load_model(checkpoint.config, checkpoint.tensors, dtype=kind, device=where, quiet=quiet)
+    config, tensors = checkpoint.config, checkpoint.tensors
+    kind = choose_dtype(dtype, where, config, tensors)
+    model = load_model(config, tensors, dtype=kind, device=where, quiet=quiet)
     return LoadedModel(name, path, model, tokenizer, ChatTemplate.of(tokenizer))
 
 
@@ -148,7 +175,7 @@ def build_engine(
         model_config,
         num_blocks=num_blocks,
         block_size=config.block_size,
-        dtype=loaded.model.dtype,
+        dtype=_kv_dtype(config, loaded.model),
         device=loaded.model.device,
     )
     drafter = drafter or make_drafter(speculative, loaded, draft, config, context_length)
@@ -196,6 +223,7 @@ def make_drafter(
         loaded.model.config.vocab_size,
         num_blocks=_num_blocks(config, context_length, draft.model),
         block_size=config.block_size,
+        kv_dtype=_kv_dtype(config, draft.model),
         rule=speculative.rejection_sample_method,
         tree=speculative.tree,
         chunk_tokens=config.max_num_batched_tokens,
@@ -217,11 +245,22 @@ def make_controller(speculative: SpeculativeConfig, runner: ModelRunner) -> Cont
     return AutoController(CostModel(calibrated(runner, cache_dir() / "costs")), tokens)
 
 
+def _kv_dtype(config: EngineConfig, model: CausalLM) -> torch.dtype:
+    """What keys and values are stored in; `auto` is the model's own, or float16 if packed."""
+    if config.kv_cache_dtype != "auto":
+        return DTYPES[config.kv_cache_dtype]
+    return torch.float16 if model.is_packed else model.dtype
+
+
 def _num_blocks(config: EngineConfig, context_length: int, built: CausalLM) -> int:
     """The size of a model's pool, from the memory it may take."""
     model = built.config
     bytes_per_block = KVCache.bytes_per_block(
-        model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, built.dtype
+        model.num_layers,
+        model.num_kv_heads,
+        model.head_dim,
+        config.block_size,
+        _kv_dtype(config, built),
     )
     if config.kv_cache_memory is not None:
         if config.kv_cache_memory > _total_bytes(built.device):

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from slipstream.core.errors import ConfigError
 
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -73,6 +75,8 @@ class EngineConfig:
         kv_cache_memory: bytes for K/V; None takes `kv_cache_share` of free memory, but no more
             than `max_num_seqs` full contexts need.
         kv_cache_share: that share.
+        kv_cache_dtype: "float32", "float16" or "bfloat16"; "auto" is the model's own, or float16
+            beside packed weights.
         prefix_caching: keep K/V of finished requests for prompts that begin alike.
     """
 
@@ -82,6 +86,7 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_memory: int | None = None
     kv_cache_share: float = 0.25
+    kv_cache_dtype: str = "auto"
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
@@ -90,5 +95,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len must be at least 2, not {self.max_model_len}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            known = ", ".join(KV_CACHE_DTYPES)
+            raise ConfigError(f"kv_cache_dtype must be one of {known}, not {self.kv_cache_dtype!r}")
         if not 0 < self.kv_cache_share <= 1:
             raise ConfigError(f"kv_cache_share must be in (0, 1], not {self.kv_cache_share}")

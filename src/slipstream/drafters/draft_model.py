@@ -117,16 +117,21 @@ class DraftModelDrafter:
         *,
         num_blocks: int,
         block_size: int = 16,
+        kv_dtype: torch.dtype | None = None,
         rule: str = "match",
         tree: TreeConfig | None = None,
         chunk_tokens: int = 512,
     ) -> "DraftModelDrafter":
-        """A drafter with new pages: `num_blocks` of `block_size` tokens."""
+        """A drafter with new pages: `num_blocks` of `block_size` tokens.
+
+        Args:
+            kv_dtype: of the pages; None is the model's own.
+        """
         cache = KVCache.for_model(
             model.config,
             num_blocks=num_blocks,
             block_size=block_size,
-            dtype=model.dtype,
+            dtype=kv_dtype or model.dtype,
             device=model.device,
         )
         blocks = BlockManager(num_blocks, block_size)
@@ -248,6 +253,7 @@ class DraftModelDrafter:
                 run.seq.tokens + run.pages.growth.path_tokens(node),
                 run.seq.num_prompt,
                 run.seq.stop_ids,
+                run.seq.grammar,
             )
             for run, node in places
         ]

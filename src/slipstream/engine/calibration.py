@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from slipstream import native
 from slipstream.engine.costs import CostTable
 from slipstream.kv.blocks import BlockManager
 from slipstream.models.batch import Span, lay_out
@@ -64,11 +65,11 @@ def cache_key(runner: ModelRunner) -> dict[str, Any]:
         machine = torch.cuda.get_device_name(device)
     else:
         machine = f"{_cpu_name()}, {os.cpu_count()} cores"
-    weights = [*runner.model.parameters(), *runner.model.buffers()]
     return {
         "model": repr(runner.model.config),
-        "weight_bytes": sum(tensor.nbytes for tensor in weights),
-        "dtype": str(runner.model.dtype),
+        "weight_bytes": runner.model.weight_bytes,
+        "dtype": "packed" if runner.model.is_packed else str(runner.model.dtype),
+        "kernels": native.describe(),
         "device": device.type,
         "machine": machine,
         "threads": torch.get_num_threads(),

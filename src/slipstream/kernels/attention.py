@@ -13,6 +13,7 @@ begins before C. A sliding window is measured in positions, which in a tree diff
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -79,48 +80,73 @@ class AttentionGroup:
         return visible
 
 
-@dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Everything attention needs to know about a batch, built once per step."""
+    """Everything attention needs to know about a packed batch.
 
-    groups: list[AttentionGroup]
+    The sequences' queries lie one after another in it.
 
+    Args:
+        num_computed, num_pending: per sequence, keys before its queries, and queries.
+        tables: per sequence, its blocks.
+        positions: [T] absolute positions of the queries.
+        ancestors: per sequence [n, m] bool as `AttentionGroup` has it, None for a chain.
+    """
 
-def plan_attention(
-    *,
-    num_computed: Sequence[int],
-    num_pending: Sequence[int],
-    tables: Sequence[Sequence[int]],
-    positions: Tensor,  # [T]
-    ancestors: Sequence[Tensor | None],  # per sequence [n, m] bool, None for a chain
-) -> AttentionPlan:
-    """Group the sequences of a packed batch; their queries lie one after another in it."""
-    device = positions.device
-    members: dict[tuple[int, int], list[int]] = {}
-    for seq, count in enumerate(num_pending):
-        mask = ancestors[seq]
-        members.setdefault((count, 0 if mask is None else mask.shape[1]), []).append(seq)
-    first_row = [0]
-    for count in num_pending:
-        first_row.append(first_row[-1] + count)
-    groups = []
-    for (count, num_masked), seqs in members.items():
-        longest = max(len(tables[seq]) for seq in seqs)
-        padded = [[*tables[seq], *[0] * (longest - len(tables[seq]))] for seq in seqs]
-        starts = torch.tensor([first_row[seq] for seq in seqs], device=device)
-        rows = starts.unsqueeze(1) + torch.arange(count, device=device)
-        trees = [mask for seq in seqs if (mask := ancestors[seq]) is not None]
-        groups.append(
-            AttentionGroup(
-                rows=rows,
-                tables=torch.tensor(padded, device=device),
-                num_computed=torch.tensor([num_computed[seq] for seq in seqs], device=device),
-                max_keys=max(num_computed[seq] for seq in seqs) + count,
-                positions=positions[rows],
-                ancestors=torch.stack(trees).to(device) if num_masked else None,
+    def __init__(
+        self,
+        *,
+        num_computed: Sequence[int],
+        num_pending: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        positions: Tensor,
+        ancestors: Sequence[Tensor | None],
+    ):
+        self.num_computed = num_computed
+        self.num_pending = num_pending
+        self.tables = tables
+        self.positions = positions
+        self.ancestors = ancestors
+        self._groups: list[AttentionGroup] | None = None
+
+    @property
+    def groups(self) -> list[AttentionGroup]:
+        """Sequences that stack; worked out once, when first asked for."""
+        if self._groups is None:
+            self._groups = self._stacked()
+        return self._groups
+
+    @property
+    def first_rows(self) -> list[int]:
+        """Per sequence, its first query."""
+        return list(accumulate(self.num_pending, initial=0))[:-1]
+
+    def _stacked(self) -> list[AttentionGroup]:
+        device = self.positions.device
+        members: dict[tuple[int, int], list[int]] = {}
+        for seq, count in enumerate(self.num_pending):
+            mask = self.ancestors[seq]
+            members.setdefault((count, 0 if mask is None else mask.shape[1]), []).append(seq)
+        first_rows = self.first_rows
+        groups = []
+        for (count, num_masked), seqs in members.items():
+            longest = max(len(self.tables[seq]) for seq in seqs)
+            padded = [[*self.tables[seq], *[0] * (longest - len(self.tables[seq]))] for seq in seqs]
+            starts = torch.tensor([first_rows[seq] for seq in seqs], device=device)
+            rows = starts.unsqueeze(1) + torch.arange(count, device=device)
+            trees = [mask for seq in seqs if (mask := self.ancestors[seq]) is not None]
+            groups.append(
+                AttentionGroup(
+                    rows=rows,
+                    tables=torch.tensor(padded, device=device),
+                    num_computed=torch.tensor(
+                        [self.num_computed[seq] for seq in seqs], device=device
+                    ),
+                    max_keys=max(self.num_computed[seq] for seq in seqs) + count,
+                    positions=self.positions[rows],
+                    ancestors=torch.stack(trees).to(device) if num_masked else None,
+                )
             )
-        )
-    return AttentionPlan(groups)
+        return groups
 
 
 def paged_attention(

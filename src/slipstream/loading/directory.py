@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slipstream.core.config import ModelConfig, RopeScaling
 from slipstream.core.errors import ModelError
+from slipstream.kernels.packed import StoredRows
 from slipstream.loading.weights import StoredTensor
 from slipstream.models import check_supported
 
@@ -197,7 +199,12 @@ def _read_shard(path: Path, *, plus_one: bool) -> dict[str, StoredTensor]:
             tensor = shard.get_tensor(name)
             return tensor.float() + 1 if is_norm else tensor
 
-        tensors[_text_name(name)] = StoredTensor(tuple(view.get_shape()), view.get_dtype(), read)
+        def rows(name: str = name) -> StoredRows:
+            return StoredRows(shard.get_tensor(name).view(torch.uint8).numpy())
+
+        tensors[_text_name(name)] = StoredTensor(
+            tuple(view.get_shape()), view.get_dtype(), read, rows
+        )
     return tensors
 
 

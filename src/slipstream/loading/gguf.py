@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ModelError
+from slipstream.kernels.packed import StoredRows
 from slipstream.loading.weights import StoredTensor
 from slipstream.models import check_supported
 
@@ -227,7 +228,19 @@ def _tensors(reader: gguf.GGUFReader, config: ModelConfig) -> Iterator[tuple[str
             return _half_split(dense, num_heads) if num_heads else dense
 
         shape = tuple(int(size) for size in reversed(tensor.shape))
-        yield name, StoredTensor(shape, kind, read)
+
+        def rows(
+            tensor: gguf.ReaderTensor = tensor,
+            shape: tuple[int, ...] = shape,
+            num_heads: int = num_heads,
+        ) -> StoredRows:
+            blocks = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(shape[0], -1)
+            order = torch.arange(shape[0])
+            if num_heads:
+                order = _half_split(order.unsqueeze(1), num_heads).squeeze(1)
+            return StoredRows(blocks, order.numpy())
+
+        yield name, StoredTensor(shape, kind, read, rows)
 
 
 def _hub_name(name: str, arch: str) -> str:

@@ -7,15 +7,18 @@ files, in the layout those have.
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ModelError
+from slipstream.kernels.packed import Format, PackedWeight, StoredPart, StoredRows, pack_all
 from slipstream.models import build
-from slipstream.models.layers import CausalLM, Linear
+from slipstream.models.layers import CausalLM, Embedding, Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +29,28 @@ class StoredTensor:
         shape: after dequantisation.
         kind: how it is stored, for people ("Q4_K", "bfloat16").
         read: dequantise to a float tensor of that shape; may be called from any thread.
+        rows: of a matrix, its rows as they are stored; None where they cannot be had.
     """
 
     shape: tuple[int, ...]
     kind: str
     read: Callable[[], Tensor]
+    rows: Callable[[], StoredRows] | None = None
 
 
 def load_model(
     config: ModelConfig,
     tensors: Mapping[str, StoredTensor],
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     device: torch.device | str = "cpu",
     quiet: bool = True,
 ) -> CausalLM:
     """Build a model and fill it.
+
+    Args:
+        dtype: of all parameters. None packs matrices as they are stored, for the native kernels;
+            the few other parameters are float32 then.
 
     Raises:
         ModelError: a tensor is missing, surplus, of the wrong shape, or contains NaN.
@@ -50,28 +59,77 @@ def load_model(
     with torch.device("meta"):
         model = build(config)
     _check_slots(dict(parameter_slots(model)), tensors, tied=config.tied)
-    model.to(dtype).to_empty(device=device)
+    jobs: list[Callable[[], None]] = []
+    if dtype is None:
+        jobs += _pack(model, tensors)
+    model.to(dtype or torch.float32).to_empty(device=device)
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
-    slots = dict(parameter_slots(model))
-
-    def fill(name: str) -> None:
-        slot = slots[name]
-        slot.copy_(tensors[name].read())
-        if bool(torch.isnan(slot).any()):
-            raise ModelError(f"tensor {name} contains NaN; the checkpoint is damaged")
+    jobs += [partial(_fill, slot, name, tensors) for name, slot in parameter_slots(model)]
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        done = pool.map(fill, slots)
-        for _ in tqdm(done, total=len(slots), desc="Loading", unit="tensor", disable=quiet):
+        done = pool.map(lambda job: job(), jobs)
+        for _ in tqdm(done, total=len(jobs), desc="Loading", unit="tensor", disable=quiet):
             pass
     return model.eval()
+
+
+def can_pack(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether the native kernels have a format for every matrix, and its columns fit."""
+    with torch.device("meta"):
+        model = build(config)
+    for _, names in _matrices(model):
+        for name in names:
+            tensor = tensors.get(name)
+            if tensor is None or tensor.rows is None or tensor.kind not in Format.__members__:
+                return False
+            if tensor.shape[-1] % Format[tensor.kind].columns:
+                return False
+    return True
+
+
+def _matrices(model: CausalLM) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Modules whose weight can be packed, and the names of the tensors stacked in it."""
+    for path, module in model.named_modules():
+        if isinstance(module, Linear):
+            parent = path.rpartition(".")[0]
+            names = [f"{parent}.{part}" if part else path for part in module.parts]
+            yield module, [f"{name}.weight" for name in names]
+        elif isinstance(module, Embedding):
+            yield module, [f"{path}.weight"]
+
+
+def _pack(model: CausalLM, tensors: Mapping[str, StoredTensor]) -> list[Callable[[], None]]:
+    """Put packed weights in the place of parameters; the jobs that fill them."""
+    matrices = list(_matrices(model))
+    stored = [_stored_part(tensors[name]) for _, names in matrices for name in names]
+    parts, jobs = pack_all(stored)
+    waiting = iter(parts)
+    for module, names in matrices:
+        del module.weight
+        num_columns = tensors[names[0]].shape[1]
+        packed = PackedWeight(list(islice(waiting, len(names))), num_columns)
+        setattr(module, "weight", packed)  # noqa: B010, what mypy takes for a tensor
+    return jobs
+
+
+def _stored_part(tensor: StoredTensor) -> StoredPart:
+    assert tensor.rows is not None, "can_pack says which tensors have rows"
+    num_rows, num_columns = tensor.shape
+    return StoredPart(Format[tensor.kind], (num_rows, num_columns), tensor.rows)
+
+
+def _fill(slot: Tensor, name: str, tensors: Mapping[str, StoredTensor]) -> None:
+    slot.copy_(tensors[name].read())
+    if bool(torch.isnan(slot).any()):
+        raise ModelError(f"tensor {name} contains NaN; the checkpoint is damaged")
 
 
 def parameter_slots(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
     """Checkpoint name and destination of everything the model needs.
 
-    A stacked `Linear` takes several checkpoint tensors, each into its own rows.
+    A stacked `Linear` takes several checkpoint tensors, each into its own rows. Packed
+    weights have no slots.
     """
     stacked: set[str] = set()
     for path, module in model.named_modules():
@@ -82,7 +140,8 @@ def parameter_slots(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
         row = 0
         for part, num_rows in module.parts.items():
             name = f"{parent}.{part}" if part else path
-            yield f"{name}.weight", module.weight.data[row : row + num_rows]
+            if not isinstance(module.weight, PackedWeight):
+                yield f"{name}.weight", module.weight.data[row : row + num_rows]
             if module.bias is not None:
                 yield f"{name}.bias", module.bias.data[row : row + num_rows]
             row += num_rows

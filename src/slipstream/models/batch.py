@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels import AttentionPlan, plan_attention
+from slipstream.kernels import AttentionPlan
 from slipstream.kv.blocks import BlockManager
 
 
@@ -83,7 +83,7 @@ def lay_out(spans: Seq[Span], blocks: BlockManager, device: torch.device | str) 
         ids=place[0],
         positions=place[1],
         slots=place[2],
-        attention=plan_attention(
+        attention=AttentionPlan(
             num_computed=[span.start for span in spans],
             num_pending=[len(span.tokens) for span in spans],
             tables=[blocks.table(span.seq_id) for span in spans],

@@ -5,7 +5,6 @@ the model supplies: the engine writes and reads pages, the reference attends den
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from slipstream import kernels
 from slipstream.core.config import ModelConfig, RopeScaling
+from slipstream.kernels import Angles
 
 
 class Attend(Protocol):
@@ -78,20 +78,7 @@ class Embedding(nn.Module):
         self.weight = unfilled(vocab_size, hidden_size)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.weight[ids]
-
-
-@dataclass(frozen=True, slots=True)
-class Angles:
-    """Cosines and sines of a batch's rotary angles, each [T, 1, D / 2]."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-def rotary_angles(positions: Tensor, inv_freq: Tensor) -> Angles:
-    angles = (positions.to(inv_freq.dtype).unsqueeze(-1) * inv_freq).unsqueeze(1)
-    return Angles(angles.cos(), angles.sin())
+        return kernels.embed(ids, self.weight)
 
 
 def inverse_frequencies(config: ModelConfig, layer: int) -> Tensor:
@@ -144,8 +131,8 @@ class Attention(nn.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = kernels.rotate(q, angles.cos, angles.sin)
-        k = kernels.rotate(k, angles.cos, angles.sin)
+        q = kernels.rotate(q, angles)
+        k = kernels.rotate(k, angles)
         out = attend(self.layer, q, k, v, scale=self.scale, window=self.window)
         return self.o_proj(out.flatten(1))
 
@@ -193,9 +180,9 @@ class Backbone(nn.Module):
     ) -> tuple[Tensor, dict[int, Tensor]]:
         x = self.embed_tokens(ids)
         if self.embedding_scale != 1.0:
-            x = x * torch.tensor(self.embedding_scale, dtype=x.dtype)
+            x = kernels.scale(x, self.embedding_scale)
         angles = {
-            kind: rotary_angles(positions, inv_freq.to(positions.device))
+            kind: kernels.rotary_angles(positions, inv_freq)
             for kind, inv_freq in self._frequencies.items()
         }
         tapped = {}
@@ -243,3 +230,15 @@ class CausalLM(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.model.norm.weight.device
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether weights are as their checkpoint stores them, for the native kernels."""
+        return isinstance(self.model.embed_tokens.weight, kernels.PackedWeight)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, those of a tied head counted once."""
+        weights = (getattr(module, "weight", None) for module in self.modules())
+        packed = {id(w): w.nbytes for w in weights if isinstance(w, kernels.PackedWeight)}
+        return sum(packed.values()) + sum(tensor.nbytes for tensor in self.parameters())

@@ -3,7 +3,8 @@
 from torch import Tensor, nn
 
 from slipstream.core.config import ModelConfig
-from slipstream.models.layers import MLP, Angles, Attend, Attention, Backbone, CausalLM, RMSNorm
+from slipstream.kernels import Angles
+from slipstream.models.layers import MLP, Attend, Attention, Backbone, CausalLM, RMSNorm
 
 
 class LlamaLayer(nn.Module):

@@ -1,4 +1,4 @@
-"""One forward pass of a model over its pages of K/V."""
+"""One forward pass of a model over its pages of K/V, recorded where the native kernels run it."""
 
 from collections.abc import Sequence as Seq
 
@@ -8,8 +8,9 @@ from torch import Tensor
 from slipstream import kernels
 from slipstream.core.target import TargetOutput
 from slipstream.kv.cache import KVCache
-from slipstream.models import CausalLM
+from slipstream.models import Attend, CausalLM
 from slipstream.models.batch import Batch
+from slipstream.models.recorded import RecordedModel
 
 
 class ModelRunner:
@@ -25,6 +26,7 @@ class ModelRunner:
         self.model = model
         self.cache = cache
         self.taps = taps
+        self._recorded = RecordedModel(model, taps) if model.is_packed else None
 
     @property
     def device(self) -> torch.device:
@@ -34,6 +36,21 @@ class ModelRunner:
     def forward(self, batch: Batch) -> TargetOutput:
         """Compute every packed token; logits only where something can be sampled."""
 
+        if self._recorded is not None:
+            hidden, taps = self._recorded.forward(batch, self.cache)
+            logits = self._recorded.logits(hidden[batch.logit_rows])
+        else:
+            hidden, taps = self.model(batch.ids, batch.positions, self._attend(batch), self.taps)
+            logits = self.model.logits(hidden[batch.logit_rows])
+        return TargetOutput(
+            logits=logits,
+            first_rows=batch.first_rows,
+            hidden=hidden,
+            taps=taps,
+            first_tokens=batch.first_tokens,
+        )
+
+    def _attend(self, batch: Batch) -> Attend:
         def attend(
             layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None
         ) -> Tensor:
@@ -43,11 +60,4 @@ class ModelRunner:
                 q, keys, values, batch.attention, scale=scale, window=window
             )
 
-        hidden, taps = self.model(batch.ids, batch.positions, attend, self.taps)
-        return TargetOutput(
-            logits=self.model.logits(hidden[batch.logit_rows]),
-            first_rows=batch.first_rows,
-            hidden=hidden,
-            taps=taps,
-            first_tokens=batch.first_tokens,
-        )
+        return attend

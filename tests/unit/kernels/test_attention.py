@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import attention
-from slipstream.kernels.attention import dense_attention, paged_attention, plan_attention
+from slipstream.kernels.attention import AttentionPlan, dense_attention, paged_attention
 from slipstream.maths import trees
 
 HEAD_DIM = 4
@@ -97,7 +97,7 @@ class Pages:
             index = torch.arange(case.num_keys)
             block, offset = torch.tensor(table)[index // block_size], index % block_size
             self.keys[block, offset], self.values[block, offset] = k, v
-        self.plan = plan_attention(
+        self.plan = AttentionPlan(
             num_computed=[case.num_computed for case in cases],
             num_pending=[case.num_pending for case in cases],
             tables=self.tables,
@@ -206,7 +206,7 @@ def test_a_tree_level_by_level_equals_the_tree_at_once(
     depths = trees.depths(BUSHY)
     for depth in range(max(depths) + 1):
         level = [node for node in range(len(BUSHY)) if depths[node] == depth]
-        plan = plan_attention(
+        plan = AttentionPlan(
             num_computed=[n + level[0] for n in num_committed],
             num_pending=[len(level)] * 2,
             tables=pages.tables,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.reference import gated_gelu, gated_silu, linear, rms_norm, rotate
+from slipstream.kernels.reference import Angles, gated_gelu, gated_silu, linear, rms_norm, rotate
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -47,7 +47,9 @@ def angles(positions: Tensor) -> Tensor:
 def test_rotate_turns_pairs_half_a_head_apart() -> None:
     x, angle = random(4, 2, 6), angles(torch.tensor([0, 1, 5, 40]))
     turned = torch.complex(x[..., :3], x[..., 3:]) * torch.polar(torch.ones_like(angle), angle)
-    close(rotate(x, angle.cos(), angle.sin()), torch.cat((turned.real, turned.imag), dim=-1))
+    close(
+        rotate(x, Angles(angle.cos(), angle.sin())), torch.cat((turned.real, turned.imag), dim=-1)
+    )
 
 
 def test_rotated_products_depend_on_distance_alone() -> None:
@@ -55,7 +57,10 @@ def test_rotated_products_depend_on_distance_alone() -> None:
 
     def product(q_position: int, k_position: int) -> Tensor:
         q_angle, k_angle = angles(torch.tensor([q_position])), angles(torch.tensor([k_position]))
-        turned = rotate(q, q_angle.cos(), q_angle.sin()), rotate(k, k_angle.cos(), k_angle.sin())
+        turned = (
+            rotate(q, Angles(q_angle.cos(), q_angle.sin())),
+            rotate(k, Angles(k_angle.cos(), k_angle.sin())),
+        )
         return (turned[0] * turned[1]).sum()
 
     close(product(7, 3), product(104, 100))
@@ -65,9 +70,9 @@ def test_rotated_products_depend_on_distance_alone() -> None:
 def test_rotate_keeps_the_type_and_computes_in_that_of_the_angles() -> None:
     x = random(1, 1, 6).bfloat16()
     angle = angles(torch.tensor([3]))
-    actual = rotate(x, angle.cos().float(), angle.sin().float())
+    actual = rotate(x, Angles(angle.cos().float(), angle.sin().float()))
     assert actual.dtype == torch.bfloat16
-    assert torch.equal(actual, rotate(x.double(), angle.cos(), angle.sin()).bfloat16())
+    assert torch.equal(actual, rotate(x.double(), Angles(angle.cos(), angle.sin())).bfloat16())
 
 
 def test_gated_silu() -> None:

@@ -1,0 +1,247 @@
+// The Python module `slipstream._native`. Tensors come in without a copy.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kernels.h"
+#include "pack.h"
+#include "program.h"
+#include "threads.h"
+
+namespace nb = nanobind;
+using namespace slipstream;
+
+namespace {
+
+template <class T, class... Shape>
+using Array = nb::ndarray<T, nb::device::cpu, nb::c_contig, Shape...>;
+using Floats = Array<float, nb::ndim<2>>;
+using Longs = Array<const int64_t, nb::ndim<1>>;
+using RawBytes = Array<uint8_t, nb::ndim<1>>;
+
+struct Isa {
+  const Kernels* kernels;
+  bool is_supported;
+};
+
+std::vector<Isa> all_isas() {
+  std::vector<Isa> isas;
+#if SLIPSTREAM_X86
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vnni");
+  isas.push_back({&avx512::kernels, avx512});
+  isas.push_back({&avx2_vnni::kernels, avx2 && __builtin_cpu_supports("avxvnni")});
+  isas.push_back({&avx2::kernels, avx2});
+#endif
+  isas.push_back({&scalar::kernels, true});
+  return isas;
+}
+
+// What runs: the best instruction set, or one asked for, and the threads.
+struct Machine {
+  const Kernels* kernels = nullptr;
+  std::unique_ptr<Team> team = std::make_unique<Team>(1);
+};
+
+Machine& machine() {
+  static Machine the_machine = [] {
+    Machine m;
+    for (const Isa& isa : all_isas())
+      if (isa.is_supported && !m.kernels) m.kernels = isa.kernels;
+    return m;
+  }();
+  return the_machine;
+}
+
+std::vector<std::string> isas() {
+  std::vector<std::string> names;
+  for (const Isa& isa : all_isas())
+    if (isa.is_supported) names.push_back(isa.kernels->name);
+  return names;
+}
+
+void use_isa(const std::string& name) {
+  for (const Isa& isa : all_isas())
+    if (isa.is_supported && name == isa.kernels->name) {
+      machine().kernels = isa.kernels;
+      return;
+    }
+  throw std::invalid_argument("this machine has no instruction set " + name);
+}
+
+void use_threads(int count) {
+  if (count < 1) throw std::invalid_argument("at least one thread is needed");
+  if (count != machine().team->size()) machine().team = std::make_unique<Team>(count);
+}
+
+void require(bool holds, const char* message) {
+  if (!holds) throw std::invalid_argument(message);
+}
+
+void pack_rows(int format, Array<const uint8_t, nb::ndim<2>> stored, Longs order, int64_t columns, RawBytes packed) {
+  Format kind = (Format)format;
+  require(stored.shape(1) == (size_t)stored_row_bytes(kind, columns), "rows of another length");
+  require(packed.size() == (size_t)packed_bytes(kind, (int64_t)order.size(), columns), "packed has another size");
+  for (size_t i = 0; i < order.size(); ++i)
+    require(order.data()[i] >= 0 && order.data()[i] < (int64_t)stored.shape(0), "order names a row that is not there");
+  nb::gil_scoped_release release;
+  pack(kind, stored.data(), order.data(), (int64_t)order.size(), columns, packed.data());
+}
+
+void unpack_rows(int format, RawBytes packed, Longs rows, Floats out) {
+  require(rows.size() == out.shape(0), "as many rows as are asked for");
+  nb::gil_scoped_release release;
+  const int64_t columns = (int64_t)out.shape(1);
+  machine().team->run([&](int thread) {
+    const int64_t count = (int64_t)rows.size(), size = machine().team->size();
+    for (int64_t i = count * thread / size; i < count * (thread + 1) / size; ++i)
+      unpack_row((Format)format, packed.data(), rows.data()[i], columns, out.data() + i * columns);
+  });
+}
+
+using PartTuple = std::tuple<int, RawBytes, int64_t>;  // format, packed, rows
+using ViewTuple = std::tuple<int, int64_t>;
+
+View view(const ViewTuple& v) { return {std::get<0>(v), std::get<1>(v)}; }
+
+Part part(const PartTuple& p, int64_t columns) {
+  Part out{(Format)std::get<0>(p), std::get<1>(p).data(), std::get<2>(p)};
+  require(std::get<1>(p).size() == (size_t)packed_bytes(out.format, out.rows, columns), "packed weights of another size");
+  return out;
+}
+
+// Keeps alive what the operations point to.
+struct PyProgram {
+  Program program;
+  std::vector<RawBytes> packed;
+  std::vector<Array<const float, nb::ndim<1>>> vectors;
+
+  Part keep(const PartTuple& p, int64_t columns) {
+    packed.push_back(std::get<1>(p));
+    return part(p, columns);
+  }
+  const float* keep(const Array<const float, nb::ndim<1>>& v) {
+    vectors.push_back(v);
+    return v.data();
+  }
+};
+
+using OptionalVector = std::optional<Array<const float, nb::ndim<1>>>;
+
+
+void run(PyProgram& self, int64_t rows, std::optional<Longs> ids, std::optional<Longs> positions,
+         std::optional<Longs> slots, Array<const int64_t, nb::shape<-1, 5>> spans, Longs tables,
+         Array<const uint8_t, nb::ndim<1>> ancestors, nb::ndarray<nb::device::cpu, nb::c_contig> pool, int pool_kind,
+         std::optional<Array<const float, nb::ndim<2>>> hidden, std::vector<Floats> outputs) {
+  Input input{};
+  input.rows = rows;
+  auto checked = [&](const std::optional<Longs>& x) {
+    require(!x || (int64_t)x->size() == rows, "as many ids, positions and slots as rows");
+    return x ? x->data() : nullptr;
+  };
+  input.ids = checked(ids);
+  input.positions = checked(positions);
+  input.slots = checked(slots);
+  if (hidden) {
+    require((int64_t)hidden->shape(0) == rows, "as many hidden states as rows");
+    input.hidden = hidden->data();
+  }
+  const uint8_t* seen = ancestors.data();
+  for (size_t i = 0; i < spans.shape(0); ++i) {
+    const int64_t* s = spans.data() + 5 * i;
+    require(s[0] >= 0 && s[1] > 0 && s[0] + s[1] <= rows, "a span lies outside the batch");
+    require(s[4] >= 0 && s[4] <= (int64_t)tables.size(), "a table lies outside the tables");
+    input.spans.push_back({s[0], s[1], s[2], s[3], seen, tables.data() + s[4]});
+    seen += s[1] * s[3];
+  }
+  require(seen <= ancestors.data() + ancestors.size(), "too few ancestors");
+  if (pool.ndim() == 6) {
+    input.pages = {nullptr, nullptr, (Narrow)pool_kind, (int64_t)pool.shape(3), (int64_t)pool.shape(4), (int64_t)pool.shape(5)};
+    input.layer_bytes = (int64_t)(pool.nbytes() / pool.shape(0) / 2);
+    input.pool = (uint8_t*)pool.data();
+  }
+  std::vector<float*> to;
+  for (auto& out : outputs) {
+    require((int64_t)out.shape(0) == rows, "an output has another number of rows");
+    to.push_back(out.data());
+  }
+  nb::gil_scoped_release release;
+  self.program.run(*machine().team, *machine().kernels, input, to);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "Native kernels of Slipstream.";
+  m.def("isas", &isas, "Instruction sets of this machine, best first.");
+  m.def("isa", [] { return std::string(machine().kernels->name); }, "The one in use.");
+  m.def("use_isa", &use_isa);
+  m.def("use_threads", &use_threads);
+  m.def("num_threads", [] { return machine().team->size(); });
+  m.def("packed_bytes", [](int format, int64_t rows, int64_t columns) { return packed_bytes((Format)format, rows, columns); });
+  m.def("use_large_pages", [](RawBytes data) { use_large_pages(data.data(), (int64_t)data.size()); });
+  m.def("pack", &pack_rows);
+  m.def("unpack", &unpack_rows);
+
+  nb::class_<PyProgram>(m, "Program")
+      .def(nb::init<>())
+      .def("buffer", [](PyProgram& p, int64_t width) { return p.program.buffer(width); })
+      .def("codes", [](PyProgram& p, int64_t columns) { return p.program.codes(columns); })
+      .def("angles", [](PyProgram& p, std::vector<float> frequencies) { return p.program.angles(std::move(frequencies)); })
+      .def("embed", [](PyProgram& p, PartTuple table, int64_t columns, ViewTuple out) {
+        p.program.embed(p.keep(table, columns), columns, view(out));
+      })
+      .def("load", [](PyProgram& p, int64_t width, ViewTuple out) { p.program.load(width, view(out)); })
+      .def("scale", [](PyProgram& p, ViewTuple in, float factor, int64_t width, ViewTuple out) {
+        p.program.scale(view(in), factor, width, view(out));
+      })
+      .def("rms_norm", [](PyProgram& p, ViewTuple in, Array<const float, nb::ndim<1>> weight, float eps, int64_t width,
+                          int64_t heads, ViewTuple out, int out_codes) {
+        p.program.rms_norm(view(in), p.keep(weight), eps, width, heads, view(out), out_codes);
+      })
+      .def("quantize", [](PyProgram& p, ViewTuple in, int out_codes) { p.program.quantize(view(in), out_codes); })
+      .def("linear", [](PyProgram& p, std::vector<PartTuple> parts, int64_t columns, ViewTuple in, int codes, ViewTuple out,
+                        OptionalVector bias, ViewTuple residual, int gate, int out_codes) {
+        LinearOp op;
+        for (auto& each : parts) op.parts.push_back(p.keep(each, columns));
+        op.columns = columns;
+        op.in = view(in);
+        op.codes = codes;
+        op.out = view(out);
+        op.bias = bias ? p.keep(*bias) : nullptr;
+        op.residual = view(residual);
+        op.gate = (LinearOp::Gate)gate;
+        op.out_codes = out_codes;
+        p.program.linear(std::move(op));
+      }, nb::arg("parts"), nb::arg("columns"), nb::arg("in"), nb::arg("codes"), nb::arg("out"), nb::arg("bias").none(),
+         nb::arg("residual"), nb::arg("gate"), nb::arg("out_codes"))
+      .def("rotate", [](PyProgram& p, ViewTuple in, int angles, int64_t heads, int64_t head_dim, ViewTuple out) {
+        p.program.rotate(view(in), angles, heads, head_dim, view(out));
+      })
+      .def("attend", [](PyProgram& p, int64_t layer, ViewTuple q, ViewTuple k, ViewTuple v, int64_t heads, float scale,
+                        int64_t window, ViewTuple out, int out_codes) {
+        p.program.attend(layer, view(q), view(k), view(v), heads, scale, window, view(out), out_codes);
+      })
+      .def("gated", [](PyProgram& p, ViewTuple in, int64_t width, bool gelu, ViewTuple out) {
+        p.program.gated(view(in), width, gelu, view(out));
+      })
+      .def("add", [](PyProgram& p, ViewTuple a, ViewTuple b, int64_t width, ViewTuple out) {
+        p.program.add(view(a), view(b), width, view(out));
+      })
+      .def("output", [](PyProgram& p, ViewTuple in, int64_t width, int index) { p.program.output(view(in), width, index); })
+      .def("run", &run, nb::arg("rows"), nb::arg("ids").none(), nb::arg("positions").none(), nb::arg("slots").none(),
+           nb::arg("spans"), nb::arg("tables"), nb::arg("ancestors"), nb::arg("pool"), nb::arg("pool_kind"),
+           nb::arg("hidden").none(), nb::arg("outputs"));
+}

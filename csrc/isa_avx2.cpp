@@ -1,0 +1,3 @@
+#include "simd/avx2.h"
+#define SIMD avx2
+#include "kernels.inl"

@@ -1,0 +1,3 @@
+#include "simd/avx512.h"
+#define SIMD avx512
+#include "kernels.inl"

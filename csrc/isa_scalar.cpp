@@ -1,0 +1,3 @@
+#include "simd/scalar.h"
+#define SIMD scalar
+#include "kernels.inl"

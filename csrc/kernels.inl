@@ -1,0 +1,555 @@
+// The kernels, written once on sixteen lanes. Included by one source file per instruction set,
+// which has defined SIMD as the namespace of its lanes.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "floats.h"
+#include "kernels.h"
+
+namespace slipstream::SIMD {
+namespace {
+
+// ---------------------------------------------------------------- linear
+
+// Reads packed codes, unpacking them on the fly.
+template <class L>
+struct PackedReader {
+  static constexpr bool has_min = L::has_min, is_halved = L::is_halved, is_wide = L::bits == 8;
+  static constexpr int offset = L::offset;
+  const uint8_t* p;
+  int group = 0;  // within the span
+  F d, dmin;
+
+  explicit PackedReader(const uint8_t* tile) : p(tile) {}
+
+  // To the next group; call before reading each.
+  void next() {
+    if constexpr (L::is_k) {
+      if (group == 0) {
+        d = load_f16((const uint16_t*)p);
+        if constexpr (has_min) dmin = sub(zero(), load_f16((const uint16_t*)(p + 32)));
+        p += L::header_bytes;
+      }
+      group = (group + 1) % L::groups;
+    }
+    codes = p;
+    p += L::group_bytes;
+    // Far enough ahead for memory, near enough to stay in the first cache.
+    for (int i = 0; i < L::group_bytes; i += 64) __builtin_prefetch(p + 8 * L::group_bytes + i);
+  }
+  // Codes of quads 2 c and 2 c + 1.
+  void pair(int c, Bytes& first, Bytes& second) const {
+    if constexpr (L::bits == 8) {
+      first = load_bytes(codes + 128 * c);
+      second = load_bytes(codes + 128 * c + 64);
+      return;
+    }
+    Bytes x = load_bytes(codes + 64 * c);
+    first = low_nibbles(x);
+    second = high_nibbles(x);
+    if constexpr (L::bits == 5) {
+      first = with_fifth_bit(first, codes + 256 + 16 * c);
+      second = with_fifth_bit(second, codes + 256 + 16 * c + 8);
+    }
+    if constexpr (L::bits == 6) {
+      Bytes high = load_bytes(codes + 256 + 64 * (c / 2));
+      first = c % 2 ? with_two_bits<4>(first, high) : with_two_bits<0>(first, high);
+      second = c % 2 ? with_two_bits<6>(second, high) : with_two_bits<2>(second, high);
+    }
+  }
+  F scale(int half) const {
+    const uint8_t* tail = codes + L::code_bytes;
+    if constexpr (L::is_halved) return mul(load_i8((const int8_t*)tail + 16 * half), d);
+    if constexpr (L::is_k) return mul(load_u8(tail), d);
+    return load_f16((const uint16_t*)tail);
+  }
+  F min() const {
+    const uint8_t* tail = codes + L::code_bytes;
+    if constexpr (L::is_k) return mul(load_u8(tail + 16), dmin);
+    return load_f16((const uint16_t*)(tail + 32));
+  }
+
+ private:
+  const uint8_t* codes = nullptr;
+};
+
+// Reads a tile unpacked to bytes: per group 8 quads, then scales (of both halves) and minima.
+template <class L>
+struct UnpackedReader {
+  static constexpr bool has_min = L::has_min, is_halved = L::is_halved, is_wide = L::bits == 8;
+  static constexpr int offset = L::offset;
+  static constexpr int group_bytes = 512 + 64 * (1 + (has_min || is_halved));
+  const uint8_t* p;
+
+  explicit UnpackedReader(const uint8_t* unpacked) : p(unpacked - group_bytes) {}
+  void next() { p += group_bytes; }
+  void pair(int c, Bytes& first, Bytes& second) const {
+    first = load_bytes(p + 128 * c);
+    second = load_bytes(p + 128 * c + 64);
+  }
+  F scale(int half) const { return load((const float*)(p + 512 + 64 * half)); }
+  F min() const { return load((const float*)(p + 576)); }
+};
+
+template <class L>
+void unpack_tile(const uint8_t* tile, int64_t groups, uint8_t* out) {
+  PackedReader<L> in(tile);
+  for (int64_t g = 0; g < groups; ++g, out += UnpackedReader<L>::group_bytes) {
+    in.next();
+    for (int c = 0; c < 4; ++c) {
+      Bytes first, second;
+      in.pair(c, first, second);
+      store_bytes(out + 128 * c, first);
+      store_bytes(out + 128 * c + 64, second);
+    }
+    store((float*)(out + 512), in.scale(0));
+    if constexpr (L::is_halved) store((float*)(out + 576), in.scale(1));
+    if constexpr (L::has_min) store((float*)(out + 576), in.min());
+  }
+}
+
+// N rows of activations times one tile. Integers within a group are exact; floats are added group
+// by group.
+template <int N, class Reader>
+inline void tile_rows(Reader w, const Activations& x, int64_t row, float* out) {
+  constexpr int halves = Reader::is_halved ? 2 : 1;
+  const int64_t groups = x.columns / kGroup;
+  const int8_t* codes = x.codes + row * x.columns;
+  const float *scales = x.scales + row * groups, *totals = x.totals + row * groups;
+  const int32_t* sums = x.sums + row * groups * 2;
+  F acc[N];
+#pragma GCC unroll 16
+  for (int n = 0; n < N; ++n) acc[n] = zero();
+  for (int64_t g = 0; g < groups; ++g) {
+    w.next();
+#pragma GCC unroll 2
+    for (int half = 0; half < halves; ++half) {
+      I products[N];
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) {
+        const int32_t* sum = sums + n * groups * 2 + 2 * g;
+        int32_t all_codes = Reader::is_halved ? sum[half] : sum[0] + sum[1];
+        products[n] = all(Reader::offset ? -Reader::offset * all_codes : 0);
+      }
+#pragma GCC unroll 4
+      for (int c = 4 / halves * half; c < 4 / halves * (half + 1); ++c) {
+        Bytes first, second;
+        w.pair(c, first, second);
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) {
+          const int8_t* quads = codes + n * x.columns + g * kGroup + 8 * c;
+          products[n] = dot<Reader::is_wide>(products[n], first, quads);
+          products[n] = dot<Reader::is_wide>(products[n], second, quads + 4);
+        }
+      }
+      F scale = w.scale(half);
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n)
+        acc[n] = fma(to_float(products[n]), mul(scale, all(scales[n * groups + g])), acc[n]);
+    }
+    if constexpr (Reader::has_min) {
+      F min = w.min();
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) acc[n] = fma(min, all(totals[n * groups + g]), acc[n]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int n = 0; n < N; ++n) store(out + n * kTileRows, acc[n]);
+}
+
+// Calls f(integral_constant<N>) for a number of rows known at run time, 1 .. Most.
+template <int Most, class Function>
+void with_count(int64_t count, Function&& f) {
+  if (count == Most) f(std::integral_constant<int, Most>{});
+  else if constexpr (Most > 1) with_count<Most - 1>(count, f);
+}
+
+template <class Reader>
+void tile_all_rows(const uint8_t* weights, const Activations& x, float* out) {
+  int64_t blocks = (x.rows + kMaxRows - 1) / kMaxRows;
+  for (int64_t b = 0, row = 0; b < blocks; ++b) {
+    int64_t count = (x.rows - row + blocks - b - 1) / (blocks - b);  // as even as can be
+    with_count<kMaxRows>(count, [&](auto n) {
+      tile_rows<decltype(n)::value>(Reader(weights), x, row, out + row * kTileRows);
+    });
+    row += count;
+  }
+}
+
+void linear_tile(Format format, const uint8_t* tile, const Activations& x, float* out, uint8_t* scratch) {
+  with_layout(format, [&](auto layout) {
+    using L = decltype(layout);
+    if constexpr (!L::is_float) {
+      if (x.rows <= 2 * kMaxRows) {
+        tile_all_rows<PackedReader<L>>(tile, x, out);
+      } else {
+        unpack_tile<L>(tile, x.columns / kGroup, scratch);
+        tile_all_rows<UnpackedReader<L>>(scratch, x, out);
+      }
+    }
+  });
+}
+
+template <Format format>
+F load_lanes(const uint8_t* p) {
+  if constexpr (format == Format::f32) return load((const float*)p);
+  else if constexpr (format == Format::f16) return load_f16((const uint16_t*)p);
+  else return load_bf16((const uint16_t*)p);
+}
+
+// Four accumulators, so that additions need not wait for each other: column k goes to k % 4.
+template <int N, Format format>
+void float_tile_rows(const uint8_t* w, Rows x, int64_t row, int64_t columns, float* out) {
+  constexpr int size = kTileRows * (format == Format::f32 ? 4 : 2);
+  F acc[N][4];
+  for (auto& a : acc) a[0] = a[1] = a[2] = a[3] = zero();
+  for (int64_t k = 0; k < columns; k += 4, w += 4 * size) {
+    __builtin_prefetch(w + 2048);
+    if constexpr (size * 4 > 64) __builtin_prefetch(w + 2112);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      F lanes = load_lanes<format>(w + j * size);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) acc[n][j] = fma(lanes, all(x.row(row + n)[k + j]), acc[n][j]);
+    }
+  }
+  for (int n = 0; n < N; ++n)
+    store(out + n * kTileRows, add(add(acc[n][0], acc[n][1]), add(acc[n][2], acc[n][3])));
+}
+
+void float_tile(Format format, const uint8_t* tile, Rows x, int64_t rows, int64_t columns, float* out) {
+  constexpr int most = kMaxRows >= 4 ? 4 : kMaxRows;
+  with_layout(format, [&](auto layout) {
+    using L = decltype(layout);
+    if constexpr (L::is_float) {
+      for (int64_t row = 0; row < rows;) {
+        int64_t count = std::min<int64_t>(rows - row, most);
+        with_count<most>(count, [&](auto n) {
+          float_tile_rows<decltype(n)::value, L::kind>(tile, x, row, columns, out + row * kTileRows);
+        });
+        row += count;
+      }
+    }
+  });
+}
+
+void quantize(Rows x, const Activations& out, int64_t begin, int64_t end, int64_t first_group, int64_t last_group) {
+  const int64_t groups = out.columns / kGroup;
+  for (int64_t row = begin; row < end; ++row) {
+    const float* in = x.row(row);
+    int8_t* codes = out.codes + row * out.columns + first_group * kGroup;
+    for (int64_t g = first_group; g < last_group; ++g, in += kGroup, codes += kGroup) {
+      F a = load(in), b = load(in + 16);
+      // Zero, or NaN where anything is not finite, which the scale then carries on.
+      float taint = sum(mul(add(mul(a, zero()), mul(b, zero())), zero()));
+      float scale = largest(max(abs(a), abs(b))) / 127.0f + taint;
+      F inverse = all(scale > 0.0f ? 1.0f / scale : 0.0f);
+      // A scale that is subnormal has an infinite inverse.
+      I first = to_int(max(min(mul(a, inverse), all(127.0f)), all(-127.0f)));
+      I second = to_int(max(min(mul(b, inverse), all(127.0f)), all(-127.0f)));
+      store_i8(codes, first);
+      store_i8(codes + 16, second);
+      int32_t* sums = out.sums + (row * groups + g) * 2;
+      sums[0] = sum(first);
+      sums[1] = sum(second);
+      out.scales[row * groups + g] = scale;
+      out.totals[row * groups + g] = scale * (float)(sums[0] + sums[1]);
+    }
+  }
+}
+
+// ---------------------------------------------------------------- element by element
+
+// Calls f on whole vectors, then on a partial one through copies that are padded with zeros.
+template <int Inputs, class Function>
+void each_vector(const float* const (&in)[Inputs], int64_t width, float* out, Function f) {
+  int64_t i = 0;
+  F v[Inputs];
+  for (; i + 16 <= width; i += 16) {
+    for (int j = 0; j < Inputs; ++j) v[j] = load(in[j] + i);
+    store(out + i, f(v));
+  }
+  if (i < width) {
+    float padded[16] = {};
+    for (int j = 0; j < Inputs; ++j) {
+      std::memcpy(padded, in[j] + i, (size_t)(width - i) * 4);
+      v[j] = load(padded);
+    }
+    store(padded, f(v));
+    std::memcpy(out + i, padded, (size_t)(width - i) * 4);
+  }
+}
+
+// e^x by 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; relative error below 2^-22.
+inline F exp(F x) {
+  x = max(min(x, all(88.0f)), all(-87.0f));
+  F n = round(mul(x, all(1.44269504088896341f)));
+  F r = fma(n, all(-0.693145751953125f), x);
+  r = fma(n, all(-1.42860682030941723e-6f), r);
+  F p = all(1.0f / 5040);
+  p = fma(p, r, all(1.0f / 720));
+  p = fma(p, r, all(1.0f / 120));
+  p = fma(p, r, all(1.0f / 24));
+  p = fma(p, r, all(1.0f / 6));
+  p = fma(p, r, all(0.5f));
+  p = fma(p, r, all(1.0f));
+  p = fma(p, r, all(1.0f));
+  return mul(p, exp2i(n));
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int64_t width, float* out) {
+  F squares = zero();
+  int64_t i = 0;
+  for (; i + 16 <= width; i += 16) squares = fma(load(x + i), load(x + i), squares);
+  float total = sum(squares);
+  for (; i < width; ++i) total += x[i] * x[i];
+  F inverse = all(1.0f / std::sqrt(total / (float)width + eps));
+  each_vector<2>({x, weight}, width, out, [&](F* v) { return mul(mul(v[0], inverse), v[1]); });
+}
+
+void rotate(const float* x, const float* cos, const float* sin, int64_t half, float* out) {
+  const float *first = x, *second = x + half;
+  each_vector<4>({first, second, cos, sin}, half, out, [](F* v) { return sub(mul(v[0], v[2]), mul(v[1], v[3])); });
+  each_vector<4>({first, second, cos, sin}, half, out + half,
+                 [](F* v) { return add(mul(v[1], v[2]), mul(v[0], v[3])); });
+}
+
+void gated(const float* gate, const float* up, int64_t width, bool gelu, float* out) {
+  F one = all(1.0f);
+  if (gelu) {
+    // x (1 + tanh(y)) / 2 is x / (1 + e^-2y).
+    each_vector<2>({gate, up}, width, out, [&](F* v) {
+      F x = v[0], cube = mul(mul(x, x), x);
+      F y = mul(all(-2.0f * 0.7978845608028654f), fma(cube, all(0.044715f), x));
+      return mul(div(x, add(one, exp(y))), v[1]);
+    });
+  } else {
+    each_vector<2>({gate, up}, width, out, [&](F* v) {
+      return mul(div(v[0], add(one, exp(sub(zero(), v[0])))), v[1]);
+    });
+  }
+}
+
+void add_rows(const float* a, const float* b, int64_t width, float* out) {
+  each_vector<2>({a, b}, width, out, [](F* v) { return add(v[0], v[1]); });
+}
+
+void scale_rows(const float* a, float factor, int64_t width, float* out) {
+  each_vector<1>({a}, width, out, [&](F* v) { return mul(v[0], all(factor)); });
+}
+
+// ---------------------------------------------------------------- attention
+
+void narrow(const float* x, int64_t width, Narrow kind, void* out) {
+  if (kind == Narrow::f32) {
+    std::memcpy(out, x, (size_t)width * 4);
+  } else if (kind == Narrow::bf16) {
+    for (int64_t i = 0; i < width; ++i) ((uint16_t*)out)[i] = to_bf16(x[i]);
+  } else {
+    int64_t i = 0;
+    for (; i + 16 <= width; i += 16) store_f16((uint16_t*)out + i, load(x + i));
+    for (; i < width; ++i) ((uint16_t*)out)[i] = to_f16(x[i]);
+  }
+}
+
+void widen(const void* page, Narrow kind, int64_t offset, int64_t width, float* out) {
+  int64_t i = 0;
+  if (kind == Narrow::f32) {
+    std::memcpy(out, (const float*)page + offset, (size_t)width * 4);
+    return;
+  }
+  const uint16_t* in = (const uint16_t*)page + offset;
+  if (kind == Narrow::f16) {
+    for (; i + 16 <= width; i += 16) store(out + i, load_f16(in + i));
+    for (; i < width; ++i) out[i] = from_f16(in[i]);
+  } else {
+    for (; i + 16 <= width; i += 16) store(out + i, load_bf16(in + i));
+    for (; i < width; ++i) out[i] = from_bf16(in[i]);
+  }
+}
+
+// A tile is 16 keys in order of position; which of them a row sees are the bits of a mask.
+constexpr int64_t kTile = 16;
+
+struct TileFloats {
+  float* keys;    // [16, head_dim]
+  float* values;  // [16, head_dim]
+};
+
+void load_tile(const Pages& pages, const int64_t* slots, uint32_t present, int64_t kv_head, TileFloats out) {
+  int64_t d = pages.head_dim;
+  for (int j = 0; j < kTile; ++j) {
+    // Absent keys are never looked at, but a product with garbage would be.
+    if (!(present >> j & 1)) {
+      std::memset(out.keys + j * d, 0, (size_t)d * 4);
+      continue;
+    }
+    int64_t offset = (slots[j] * pages.num_kv_heads + kv_head) * d;
+    widen(pages.keys, pages.kind, offset, d, out.keys + j * d);
+    widen(pages.values, pages.kind, offset, d, out.values + j * d);
+  }
+}
+
+// One query's softmax goes on over a tile. state: maximum, sum, head_dim weighted values.
+void attend_tile(const float* q, TileFloats tile, uint32_t visible, int64_t d, float scale, float* state) {
+  F products[kTile];
+  int64_t whole = d / 16 * 16;
+  for (int j = 0; j < kTile; ++j) {
+    const float* key = tile.keys + j * d;
+    F a = zero(), b = zero();
+    int64_t i = 0;
+    for (; i + 32 <= whole; i += 32) {
+      a = fma(load(q + i), load(key + i), a);
+      b = fma(load(q + i + 16), load(key + i + 16), b);
+    }
+    if (i < whole) a = fma(load(q + i), load(key + i), a);
+    products[j] = add(a, b);
+  }
+  alignas(64) float logits[kTile];
+  F s = sums(products);
+  if (whole < d) {
+    store(logits, s);
+    for (int j = 0; j < kTile; ++j)
+      for (int64_t i = whole; i < d; ++i) logits[j] += q[i] * tile.keys[j * d + i];
+    s = load(logits);
+  }
+  s = mul(s, all(scale));
+  F hidden = all(-INFINITY);
+  float best = std::max(state[0], largest(select(visible, s, hidden)));
+  // Exponents are at most 0; a NaN among them must come through, and exp() would clamp it.
+  F shifted = sub(s, all(best));
+  F weights = add(exp(shifted), mul(shifted, zero()));
+  weights = select(visible, weights, zero());
+  alignas(64) float weight[kTile];
+  store(weight, weights);
+  float fade = std::exp(state[0] - best);  // 0 at the first tile
+  state[0] = best;
+  state[1] = state[1] * fade + sum(weights);
+  float* out = state + 2;
+  int64_t i = 0;
+  for (; i + 64 <= whole; i += 64) {
+    F acc[4];
+    for (int k = 0; k < 4; ++k) acc[k] = mul(load(out + i + 16 * k), all(fade));
+    for (uint32_t left = visible; left; left &= left - 1) {
+      int j = __builtin_ctz(left);
+      F w = all(weight[j]);
+      for (int k = 0; k < 4; ++k) acc[k] = fma(w, load(tile.values + j * d + i + 16 * k), acc[k]);
+    }
+    for (int k = 0; k < 4; ++k) store(out + i + 16 * k, acc[k]);
+  }
+  for (; i < whole; i += 16) {
+    F acc = mul(load(out + i), all(fade));
+    for (uint32_t left = visible; left; left &= left - 1) {
+      int j = __builtin_ctz(left);
+      acc = fma(all(weight[j]), load(tile.values + j * d + i), acc);
+    }
+    store(out + i, acc);
+  }
+  for (; i < d; ++i) {
+    float acc = out[i] * fade;
+    for (uint32_t left = visible; left; left &= left - 1) {
+      int j = __builtin_ctz(left);
+      acc += weight[j] * tile.values[j * d + i];
+    }
+    out[i] = acc;
+  }
+}
+
+void clear(float* state, int64_t d) {
+  state[0] = -INFINITY;
+  std::fill(state + 1, state + 2 + d, 0.0f);
+}
+
+void merge(float* into, const float* from, int64_t d) {
+  if (from[1] == 0.0f) return;  // nothing seen there; a NaN is not nothing
+  float best = std::max(into[0], from[0]);
+  float a = std::exp(into[0] - best), b = std::exp(from[0] - best);
+  into[0] = best;
+  into[1] = into[1] * a + from[1] * b;
+  for (int64_t i = 0; i < d; ++i) into[2 + i] = into[2 + i] * a + from[2 + i] * b;
+}
+
+void finish(const float* partial, int64_t d, float* out) {
+  float inverse = 1.0f / partial[1];
+  for (int64_t i = 0; i < d; ++i) out[i] = partial[2 + i] * inverse;
+}
+
+void attend(const AttentionSpan& span, const Pages& pages, const AttentionShape& shape, Rows q, int64_t begin,
+            int64_t end, int64_t kv_head, int64_t first, int64_t last, float* partial, float* scratch) {
+  const int64_t d = pages.head_dim, heads = shape.num_heads / pages.num_kv_heads, size = d + 2;
+  const int64_t common = span.num_computed + span.num_rows - span.num_masked;  // keys all masked rows see
+  TileFloats tile{scratch, scratch + kTile * d};
+  float* state = scratch + 2 * kTile * d;
+  int64_t slots[kTile];
+
+  // How many keys a row sees, itself included; its own position among them is the last.
+  auto num_keys = [&](int64_t row) {
+    if (!span.num_masked) return span.num_computed + row + 1;
+    int64_t count = common;
+    for (int64_t i = 0; i < span.num_masked; ++i) count += span.ancestors[row * span.num_masked + i];
+    return count;
+  };
+  // Slot of the key at a position on the path of `row`.
+  auto slot = [&](int64_t row, int64_t position) {
+    int64_t key = position;
+    if (span.num_masked && position >= common) {
+      const uint8_t* seen = span.ancestors + row * span.num_masked;
+      int64_t i = 0;
+      for (int64_t left = position - common;; ++i)
+        if (seen[i] && left-- == 0) break;
+      key = common + i;
+    }
+    return span.table[key / pages.block_size] * pages.block_size + key % pages.block_size;
+  };
+  auto visible = [&](int64_t start, int64_t count) {  // bits of the tile at `start` for `count` keys
+    uint32_t bits = 0xffff;
+    if (count < start + kTile) bits &= count <= start ? 0 : (1u << (count - start)) - 1;
+    int64_t oldest = shape.window ? count - shape.window : 0;
+    if (oldest > start) bits &= oldest >= start + kTile ? 0 : 0xffffu << (oldest - start);
+    return bits;
+  };
+
+  for (int64_t row = begin; row < end; ++row)
+    for (int64_t h = 0; h < heads; ++h) clear(partial + ((row - begin) * heads + h) * size, d);
+  int64_t counts[kAttendRows];
+  int64_t longest = 0;
+  for (int64_t row = begin; row < end; ++row) longest = std::max(longest, counts[row - begin] = num_keys(row));
+
+  for (int64_t part = first; part < last; ++part) {
+    const int64_t stop = std::min((part + 1) * kPartition, longest);
+    for (int64_t row = begin; row < end; ++row)
+      for (int64_t h = 0; h < heads; ++h) clear(state + ((row - begin) * heads + h) * size, d);
+    for (int64_t start = part * kPartition; start < stop; start += kTile) {
+      const bool shared = !span.num_masked || start + kTile <= common;
+      bool loaded = false;
+      for (int64_t row = begin; row < end; ++row) {
+        uint32_t bits = visible(start, counts[row - begin]);
+        if (!bits) continue;
+        if (!shared || !loaded) {
+          uint32_t present = bits;
+          for (int64_t r = 0; shared && r < end - begin; ++r) present |= visible(start, counts[r]);
+          for (int j = 0; j < kTile; ++j)
+            if (present >> j & 1) slots[j] = slot(row, start + j);
+          load_tile(pages, slots, present, kv_head, tile);
+          loaded = true;
+        }
+        for (int64_t h = 0; h < heads; ++h)
+          attend_tile(q.row(span.first_row + row) + (kv_head * heads + h) * d, tile, bits, d, shape.scale,
+                      state + ((row - begin) * heads + h) * size);
+      }
+    }
+    for (int64_t row = begin; row < end; ++row)
+      for (int64_t h = 0; h < heads; ++h)
+        merge(partial + ((row - begin) * heads + h) * size, state + ((row - begin) * heads + h) * size, d);
+  }
+}
+
+}  // namespace
+
+const Kernels kernels = {kName,     quantize, linear_tile, float_tile, rms_norm, rotate, gated,
+                         add_rows, scale_rows, narrow,     attend,     merge,    finish};
+
+}  // namespace slipstream::SIMD

@@ -1,0 +1,78 @@
+#include "threads.h"
+
+#include <chrono>
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#define SLIPSTREAM_PAUSE() _mm_pause()
+#else
+#define SLIPSTREAM_PAUSE() std::this_thread::yield()
+#endif
+
+namespace slipstream {
+namespace {
+
+constexpr int kSpins = 4000;                         // of a barrier, before it yields
+constexpr auto kAwake = std::chrono::microseconds(300);  // how long an idle thread looks for work
+
+}  // namespace
+
+Team::Team(int size) : size_(size) {
+  for (int i = 1; i < size; ++i) threads_.emplace_back([this, i] { work(i); });
+}
+
+Team::~Team() {
+  {
+    std::lock_guard lock(sleepers_);
+    stop_ = true;
+    round_.fetch_add(1);
+  }
+  wake_.notify_all();
+  for (auto& thread : threads_) thread.join();
+}
+
+void Team::run(const std::function<void(int)>& job) {
+  std::lock_guard one_at_a_time(callers_);
+  if (size_ > 1) {
+    {
+      std::lock_guard lock(sleepers_);
+      job_ = &job;
+      round_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+  }
+  job(0);
+  barrier();
+}
+
+void Team::work(int index) {
+  for (unsigned seen = 0;;) {
+    auto until = std::chrono::steady_clock::now() + kAwake;
+    while (round_.load(std::memory_order_acquire) == seen) {
+      for (int i = 0; i < 64; ++i) SLIPSTREAM_PAUSE();
+      if (std::chrono::steady_clock::now() < until) continue;
+      std::unique_lock lock(sleepers_);
+      wake_.wait(lock, [&] { return round_.load() != seen; });
+    }
+    seen = round_.load(std::memory_order_acquire);
+    if (stop_) return;
+    (*job_)(index);
+    barrier();
+  }
+}
+
+void Team::barrier() {
+  if (size_ == 1) return;
+  unsigned phase = phase_.load(std::memory_order_relaxed);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+    arrived_.store(0, std::memory_order_relaxed);
+    phase_.store(phase + 1, std::memory_order_release);
+    return;
+  }
+  for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
+    if (spins < kSpins) SLIPSTREAM_PAUSE();
+    else std::this_thread::yield();
+  }
+}
+
+}  // namespace slipstream

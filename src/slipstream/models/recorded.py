@@ -1,0 +1,102 @@
+"""A model of packed weights, recorded once and run by the native program ever after."""
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream import native
+from slipstream.kernels import AttentionPlan, Recording
+from slipstream.kv.cache import KVCache
+from slipstream.models.batch import Batch
+from slipstream.models.layers import CausalLM
+
+_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_NOTHING = np.empty(0, np.int64)
+
+
+class RecordedModel:
+    """Does what a `CausalLM` does, on pages.
+
+    Every element of the result is computed in one order, whatever else is in the batch, so equal
+    tokens get equal bits.
+
+    Args:
+        taps: layers whose incoming residual stream is kept.
+    """
+
+    def __init__(self, model: CausalLM, taps: Seq[int] = ()):
+        self.config = model.config
+        self.taps = list(taps)
+        body = Recording()
+        hidden, tapped = model(body, body, body.attend, taps)
+        self._body = body.program([hidden, *(tapped[layer] for layer in self.taps)])
+        head = Recording()
+        rows: Any = head.rows(self.config.hidden_size)
+        logits: Any = model.logits(rows)
+        self._head = head.program([logits])
+
+    def forward(self, batch: Batch, cache: KVCache) -> tuple[Tensor, dict[int, Tensor]]:
+        """Final hidden states and taps, each [T, hidden]; writes the batch's K/V."""
+        native.load()  # as many threads as torch has now
+        num_rows = len(batch.ids)
+        outputs = [
+            torch.empty(num_rows, self.config.hidden_size) for _ in range(1 + len(self.taps))
+        ]
+        spans, tables, ancestors = _packed(batch.attention)
+        self._body.run(
+            rows=num_rows,
+            ids=batch.ids,
+            positions=batch.positions,
+            slots=batch.slots,
+            spans=spans,
+            tables=tables,
+            ancestors=ancestors,
+            pool=cache.pool,
+            pool_kind=_KINDS[cache.pool.dtype],
+            hidden=None,
+            outputs=outputs,
+        )
+        return outputs[0], dict(zip(self.taps, outputs[1:], strict=True))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, V]."""
+        out = torch.empty(len(hidden), self.config.vocab_size)
+        self._head.run(
+            rows=len(hidden),
+            ids=None,
+            positions=None,
+            slots=None,
+            spans=_NOTHING.reshape(0, 5),
+            tables=_NOTHING,
+            ancestors=_NOTHING.astype(np.uint8),
+            pool=_NOTHING,
+            pool_kind=0,
+            hidden=hidden,
+            outputs=[out],
+        )
+        return out
+
+
+def _packed(plan: AttentionPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Spans [B, 5] as the native program wants them, all tables and all masks one after another."""
+    spans = []
+    tables: list[int] = []
+    masks = []
+    for first_row, count, computed, table, mask in zip(
+        plan.first_rows,
+        plan.num_pending,
+        plan.num_computed,
+        plan.tables,
+        plan.ancestors,
+        strict=True,
+    ):
+        num_masked = 0 if mask is None else mask.shape[1]
+        spans.append((first_row, count, computed, num_masked, len(tables)))
+        tables += table
+        if mask is not None:
+            masks.append(mask.numpy().astype(np.uint8).ravel())
+    ancestors = np.concatenate(masks) if masks else np.empty(0, np.uint8)
+    return np.array(spans, np.int64), np.array(tables, np.int64), ancestors

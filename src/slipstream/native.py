@@ -1,0 +1,66 @@
+"""The native kernels: whether they are there, and which instruction set and threads they use.
+
+They come with the package where it was built by a C++ compiler. The environment variable
+`SLIPSTREAM_KERNELS` chooses: `torch` does without them, the name of an instruction set forces it.
+"""
+
+import os
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+VARIABLE = "SLIPSTREAM_KERNELS"
+
+
+class KernelsError(Exception):
+    """The variable asks for what this machine or installation does not have."""
+
+
+@cache
+def module() -> ModuleType | None:
+    """The extension module, set to the instruction set asked for; None is the torch path.
+
+    Raises:
+        KernelsError: see there.
+    """
+    choice = os.environ.get(VARIABLE, "auto")
+    if choice == "torch":
+        return None
+    try:
+        native = import_module("slipstream._native")
+    except ImportError:
+        if choice == "auto":
+            return None
+        raise KernelsError(
+            f"{VARIABLE} is {choice}, but this installation has no native kernels; "
+            "install a C++ compiler and reinstall slipstream"
+        ) from None
+    if choice != "auto":
+        if choice not in native.isas():
+            known = ", ".join([*native.isas(), "torch", "auto"])
+            raise KernelsError(f"{VARIABLE} is {choice}; this machine has {known}")
+        native.use_isa(choice)
+    return native
+
+
+def is_available() -> bool:
+    return module() is not None
+
+
+def describe() -> str:
+    """What computes on a CPU, for people: "avx512", or "torch"."""
+    native = module()
+    return "torch" if native is None else native.isa()
+
+
+def load() -> ModuleType:
+    """The extension, with as many threads as torch uses.
+
+    Torch's own threads only compute between our calls, never beside them.
+    """
+    native = module()
+    assert native is not None, "asked for native kernels that are not there"
+    native.use_threads(torch.get_num_threads())
+    return native

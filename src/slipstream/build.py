@@ -175,7 +175,7 @@ def build_engine(
         model_config,
         num_blocks=num_blocks,
         block_size=config.block_size,
-        dtype=_kv_dtype(config, loaded.model),
+        dtype=kv_dtype(config, loaded.model),
         device=loaded.model.device,
     )
     drafter = drafter or make_drafter(speculative, loaded, draft, config, context_length)
@@ -223,7 +223,7 @@ def make_drafter(
         loaded.model.config.vocab_size,
         num_blocks=_num_blocks(config, context_length, draft.model),
         block_size=config.block_size,
-        kv_dtype=_kv_dtype(config, draft.model),
+        kv_dtype=kv_dtype(config, draft.model),
         rule=speculative.rejection_sample_method,
         tree=speculative.tree,
         chunk_tokens=config.max_num_batched_tokens,
@@ -245,7 +245,7 @@ def make_controller(speculative: SpeculativeConfig, runner: ModelRunner) -> Cont
     return AutoController(CostModel(calibrated(runner, cache_dir() / "costs")), tokens)
 
 
-def _kv_dtype(config: EngineConfig, model: CausalLM) -> torch.dtype:
+def kv_dtype(config: EngineConfig, model: CausalLM) -> torch.dtype:
     """What keys and values are stored in; `auto` is the model's own, or float16 if packed."""
     if config.kv_cache_dtype != "auto":
         return DTYPES[config.kv_cache_dtype]
@@ -260,7 +260,7 @@ def _num_blocks(config: EngineConfig, context_length: int, built: CausalLM) -> i
         model.num_kv_heads,
         model.head_dim,
         config.block_size,
-        _kv_dtype(config, built),
+        kv_dtype(config, built),
     )
     if config.kv_cache_memory is not None:
         if config.kv_cache_memory > _total_bytes(built.device):

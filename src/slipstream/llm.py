@@ -70,6 +70,7 @@ class LLM:
                 f"unknown engine option {unknown}; known are {', '.join(known)}"
             ) from None
         self.quiet = quiet
+        self.dtype = dtype
         self.loaded = load(model, device=device, dtype=dtype, quiet=quiet)
         self._drafts: dict[str, LoadedModel] = {}
         self._mail: dict[str, deque[Delta]] = {}  # open streams -> what they have not read
@@ -84,10 +85,9 @@ class LLM:
         draft = None
         if speculative.model is not None and not speculative.is_off:
             if speculative.model not in self._drafts:
-                kind = str(self.loaded.model.dtype).removeprefix("torch.")
                 device = self.loaded.model.device.type
                 self._drafts[speculative.model] = load(
-                    speculative.model, device=device, dtype=kind, quiet=self.quiet
+                    speculative.model, device=device, dtype=self.dtype, quiet=self.quiet
                 )
             draft = self._drafts[speculative.model]
         return build_engine(self.loaded, self.config, speculative, draft=draft)

@@ -66,6 +66,47 @@ def test_refuted_with_a_reproducer(tiny_gguf, monkeypatch, capsys):
     assert case["got"][:-1] == case["expected"][:-1] and case["got"] != case["expected"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        (["--spec-method", "suffix"], {"method": "suffix", "spec tokens": 4, "rule": "match"}),
+        (
+            ["--spec-model", "{model}", "--spec-tokens", "2"],
+            {"method": "draft_model", "draft model": "{model}", "spec tokens": 2},
+        ),
+        (
+            ["--speculative-config", '{"model": "{model}", "tree": {"max_tokens": 5}}'],
+            {"method": "draft_model", "tree": "depth 4, topk 4, max_tokens 5", "spec tokens": 5},
+        ),
+        (
+            ["--speculative-config", '{"method": "ngram", "rejection_sample_method": "block"}'],
+            {"method": "ngram", "rule": "block"},
+        ),
+        (["--spec-tokens", "3"], {"method": "synthetic drafts", "spec tokens": 3}),
+    ],
+)
+def test_drafts_are_those_of_the_method_asked_for(flags, settings, tiny_gguf, capsys):
+    flags = [flag.replace("{model}", str(tiny_gguf)) for flag in flags]
+    # Greedy answers of a tiny model soon repeat themselves, so that lookup finds something.
+    greedy = ["--temperature", "0", "--ignore-eos", "--max-tokens", "40"]
+    few = ["--samples", "2", "--detect", "0.95"]
+    assert prove(tiny_gguf, *flags, *greedy, *few, "--json") == 0
+    report = printed(capsys)
+    for name, value in settings.items():
+        said = value.replace("{model}", str(tiny_gguf)) if isinstance(value, str) else value
+        assert report["settings"][name] == said
+    assert report["settings"]["drafted"] > 0
+
+
+def test_nothing_drafted_is_not_proved(tiny_gguf, capsys):
+    flags = ["--samples", "2", "--detect", "0.95", "--spec-method", "ngram", "--raw"]
+    config = ["--speculative-config", '{"prompt_lookup_min": 5}']
+    assert prove(tiny_gguf, *flags, *config, "--json") == 3
+    out = capsys.readouterr().out
+    assert out.startswith("NOTHING TESTED") and "ngram drafted nothing" in out
+    assert json.loads(out.splitlines()[-1])["proved"] is False
+
+
 def test_prompts_from_a_file(tiny_gguf, tmp_path, capsys):
     lines = tmp_path / "prompts.txt"
     lines.write_text("one\n\ntwo\n", encoding="utf-8")
@@ -84,6 +125,12 @@ def test_prompts_from_a_file(tiny_gguf, tmp_path, capsys):
     ("flags", "says"),
     [
         (["--rule", "typical"], "typical"),
+        (
+            ["--rule", "block", "--speculative-config", '{"rejection_sample_method": "ratio"}'],
+            "--rule block and rejection_sample_method ratio",
+        ),
+        (["--spec-method", "off"], "method off"),
+        (["--spec-method", "combined"], "draft model"),
         (["--samples", "0"], "samples"),
         (["--detect", "2"], "detect"),
         (["--spec-tokens", "0"], "spec"),

@@ -11,25 +11,27 @@ is a martingale if each was drawn from the p found there (see `stats.z_test`):
                            dependence between neighbours
 
 The same tests judge plain decoding, which must pass, and a rule with a bias planted, which must
-fail. All answers have a length fixed in advance: end tokens and stop strings are off, since to stop
-at a token is to select.
+fail. Speculative and plain answers are also compared with each other, position by position, which
+sees less but takes nobody's word for p. All answers have a length fixed in advance: end tokens and
+stop strings are off, since to stop at a token is to select.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from tqdm import tqdm
 
+from slipstream.check.drafts import Drafts, OwnDrafts, SyntheticDrafts
 from slipstream.check.margin import possible
 from slipstream.check.report import Check, Histogram, Planted, Report, Reproducer
-from slipstream.check.trial import POWER, Case, Trial, request_id
+from slipstream.check.trial import POWER, Case, Trial
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.params import SamplingParams
-from slipstream.drafters.synthetic import SyntheticDrafter
 from slipstream.engine.verifier import RatioVerifier, Verifier, make_verifier
 from slipstream.maths import stats
 from slipstream.maths.acceptance import DraftBatch, FreshNoise, Target, Verdicts
@@ -37,16 +39,14 @@ from slipstream.maths.distributions import probabilities
 from slipstream.maths.noise import Address, Key, Stream, uniform_at
 
 FALSE_ALARM = 1e-6
-HIT_RATE = 0.5
 NUM_BINS = 20  # of `stats.pit_test`
 # Below this probability surprise is capped: what lies beyond is too rare for a normal law, and
 # where truncation cuts is uncertain to a few rare tokens.
 _RARE = 0.01
 _NUM_TESTS = 5
-_NUM_SOURCES = 128
 _LEAST_FOR_PLACES = 641  # `stats.pit_test`
-# Drafted and plain answers are judged; a false alarm may come from either.
-_LEVEL = FALSE_ALARM / 2
+# Speculative answers, plain ones, and the two together: a false alarm may come from any.
+_LEVEL = FALSE_ALARM / 3
 
 
 def samples_for(detect: float, tokens_per_sample: int) -> int:
@@ -60,35 +60,47 @@ def detectable(num_tokens: int) -> float:
     return stats.detectable_tv(num_tokens, NUM_BINS, _LEVEL / _NUM_TESTS, POWER)
 
 
-def prove_distribution(trial: Trial, cases: Seq[Case], report: Report) -> None:
-    """Fill a report: speculative answers, plain ones, and those of a planted bias."""
-    cases = [Case(case.prompt, _endless(case.params, 0)) for case in cases]
-    drafter = _drafter(trial, cases)
+def prove_distribution(trial: Trial, cases: Seq[Case], report: Report) -> float:
+    """Fill a report: speculative answers, plain ones, and those of a planted bias.
 
-    def score(what: str, verifier: Verifier | None) -> Scores:
-        drafts = drafter if verifier is not None else None
-        answers = trial.run(what, cases, drafter=drafts, verifier=verifier)
-        return _score(trial, what, cases, answers, drafter)
+    Returns:
+        How many answers were judged: all of them.
+
+    Raises:
+        ConfigError: a method that cannot be wired to this model.
+    """
+    drafts: Drafts
+    others = [Case(case.prompt, _endless(case.params, len(cases))) for case in cases]
+    cases = [Case(case.prompt, _endless(case.params, 0)) for case in cases]
+    drafts = SyntheticDrafts(trial, cases, others) if trial.synthetic else OwnDrafts(trial, cases)
+
+    def answer(what: str, verifier: Verifier) -> list[CompletionOutput]:
+        return trial.run(what, cases, drafter=drafts.drafter(), verifier=verifier)
 
     verifier = make_verifier(trial.rule)
     assert isinstance(verifier, RatioVerifier)
-    scores = score("Speculative", verifier)
-    report.settings |= {"drafted": drafter.num_drafted, "accepted": drafter.num_accepted}
+    answers = answer("Speculative", verifier)
+    trial.note_drafts(answers, report)
+    scores = _score(trial, "Speculative", cases, answers, drafts)
     report.cases = len(cases)
     report.detectable_tv = detectable(scores.num_tokens)
     report.reproducer = scores.impossible
     report.checks += [_possible(scores), _lawful("speculative tokens have the law p", scores)]
     report.histograms.append(scores.histogram("speculative tokens in the order of p / q"))
 
-    scores = score("Plain", None)
+    plain = trial.run("Plain", cases)
+    scores = _score(trial, "Plain", cases, plain, drafts)
     report.checks.append(_lawful("plain tokens have the law p, by the same tests", scores))
+    report.checks.append(_alike(cases, answers, plain))
 
-    scores = score("Planted bias", _Unresidual(verifier))
+    biased = answer("Planted bias", _Unresidual(verifier))
+    scores = _score(trial, "Planted bias", cases, biased, drafts)
     check = _lawful("speculative tokens have the law p", scores)
     report.planted.append(
         Planted("recovered token drawn from p", not check.passed, check.name, check.detail)
     )
     report.histograms.append(scores.histogram("the same with a planted bias"))
+    return len(cases)
 
 
 @dataclass(slots=True)
@@ -129,34 +141,17 @@ class Scores:
         return Histogram(name, observed, [expected] * NUM_BINS)
 
 
-def _drafter(trial: Trial, cases: Seq[Case]) -> SyntheticDrafter:
-    """Drafts for the cases, from plain answers to the same prompts under other seeds.
-
-    Other seeds, because plain answers are to be judged by the same q.
-    """
-    others = [Case(c.prompt, _endless(c.params, len(cases))) for c in cases[:_NUM_SOURCES]]
-    sources: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
-    for other, answer in zip(others, trial.run("Answers to draft from", others), strict=True):
-        sources[tuple(other.prompt)].append(answer.token_ids)
-    answers = {}
-    for i, case in enumerate(cases):
-        mine = sources.get(tuple(case.prompt))
-        if mine:
-            answers[request_id(i)] = {0: mine[i % len(mine)]}
-    return SyntheticDrafter(answers, trial.vocab_size, HIT_RATE, sampled=True)
-
-
 def _score(
     trial: Trial,
     what: str,
     cases: Seq[Case],
     answers: Seq[CompletionOutput],
-    drafter: SyntheticDrafter,
+    drafts: Drafts,
 ) -> Scores:
     scores = Scores()
-    pairs = list(zip(cases, answers, strict=True))
-    bar = tqdm(pairs, desc=f"{what}: scoring", unit="answer", disable=trial.quiet)
-    for i, (case, answer) in enumerate(bar):
+    scored = zip(cases, answers, drafts.laws(answers), strict=True)
+    title = f"{what}: scoring"
+    for case, answer, law in tqdm(scored, title, len(cases), unit="answer", disable=trial.quiet):
         output = answer.token_ids
         logits, controls, _ = trial.specified(case, output)
         tokens = torch.tensor(output, device=logits.device)
@@ -165,8 +160,7 @@ def _score(
             scores.impossible = _reproducer(case, output, logits, int(excluded.int().argmax()))
         p = probabilities(logits, controls).double()
         p /= p.sum(-1, keepdim=True)
-        laws = [drafter.law(request_id(i), 0, output[:n]) for n in range(len(output))]
-        q = torch.stack(laws).to(p.device)
+        q = law.to(p.device)
         for name, f in _functions(p, q).items():
             mean = (p * f).sum(-1)
             scores.deviations[name].append((_at(f, tokens) - mean).cpu())
@@ -208,6 +202,38 @@ def _lawful(name: str, scores: Scores) -> Check:
     )
 
 
+def _alike(
+    cases: Seq[Case], speculative: Seq[CompletionOutput], plain: Seq[CompletionOutput]
+) -> Check:
+    """Two samples of answers, one position at a time: tokens of one answer are not independent."""
+    outcomes = []
+    for position in range(min(len(answer.token_ids) for answer in (*speculative, *plain))):
+        ours, theirs = (
+            Counter(
+                (tuple(case.prompt), answer.token_ids[position])
+                for case, answer in zip(cases, answers, strict=True)
+            )
+            for answers in (speculative, plain)
+        )
+        # Rare bins are pooled with their neighbours, so their order must not tell who saw them.
+        bins = sorted(ours.keys() | theirs.keys())
+        a, b = (torch.tensor([seen[each] for each in bins]) for seen in (ours, theirs))
+        outcomes.append(stats.two_sample_test(a, b))
+    least = min(stats.holm([outcome.p_value for outcome in outcomes]))
+    detail = f"{len(cases)} answers of either kind at each of {len(outcomes)} positions, "
+    num_bins = 1 + max(outcome.dof for outcome in outcomes)
+    if num_bins > 1:
+        # Two samples see what one of half their size sees of a known law.
+        level = _LEVEL / len(outcomes)
+        seen = stats.detectable_tv(len(cases) // 2, num_bins, level, POWER)
+        detail += f"would show a total variation of {min(seen, 1.0):.2g} at one of them, "
+    return Check(
+        "speculative and plain answers have one law",
+        least > _LEVEL,
+        detail + f"least p-value {least:.2g}, alarm at {_LEVEL:.0e}",
+    )
+
+
 def _reproducer(case: Case, output: list[int], logits: Tensor, position: int) -> Reproducer:
     likely = int(logits[position].argmax())
     return Reproducer(
@@ -236,9 +262,10 @@ class _Unresidual(RatioVerifier):
         def rule(drafts: DraftBatch, target: Target, noise: FreshNoise) -> Verdicts:
             accepted = honest.rule(drafts, target, noise).accepted
             every = torch.arange(len(accepted), device=accepted.device)
-            # Accepted nodes of a chain are a run from its beginning.
-            num_accepted = accepted.sum(1)
-            p = target(every, num_accepted - 1)
-            return Verdicts(accepted, noise.recovers(every, num_accepted, p))
+            # The last accepted node; -1, the root, where there is none.
+            nodes = torch.arange(accepted.shape[1], device=accepted.device).expand_as(accepted)
+            last = F.pad(nodes.masked_fill(~accepted, -1), (1, 0), value=-1).amax(1)
+            p = target(every, last)
+            return Verdicts(accepted, noise.recovers(every, accepted.sum(1), p))
 
         self.rule = rule

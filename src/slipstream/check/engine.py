@@ -106,7 +106,7 @@ def engine_law(rule: str, num_samples: int = 6000) -> Check:
         outcome.p_value >= FALSE_ALARM,
         f"{num_samples} answers of 3 tokens, {drafter.num_accepted} of {drafter.num_drafted} "
         f"drafted accepted, p-value {outcome.p_value:.2g}, "
-        f"would show a total variation of {detectable:.3f}",
+        f"alarm at {FALSE_ALARM:.0e}, would show a total variation of {detectable:.3f}",
     )
 
 

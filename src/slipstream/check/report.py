@@ -69,6 +69,7 @@ class Report:
             parted, in units of logits; infinite where it excludes that token.
         detectable_tv, power: the smallest bias the samples would have shown, how surely.
         samples_needed: how many would be enough; None if there were enough.
+        untested: why nothing was put to the test, whatever passed; None if something was.
         reproducer: of a refutation.
         histograms: for plots.
     """
@@ -83,6 +84,7 @@ class Report:
     detectable_tv: float | None = None
     power: float | None = None
     samples_needed: int | None = None
+    untested: str | None = None
     reproducer: Reproducer | None = None
     histograms: list[Histogram] = field(default_factory=list)
 
@@ -91,7 +93,7 @@ class Report:
         """0 proved, 1 refuted, 3 not enough power to say."""
         if not all(check.passed for check in self.checks):
             return REFUTED
-        if self.samples_needed is not None:
+        if self.untested is not None or self.samples_needed is not None:
             return UNDERPOWERED
         return PROVED if all(bug.caught for bug in self.planted) else REFUTED
 

@@ -102,7 +102,7 @@ def composed_step(rule: str, num_samples: int = 20_000) -> Check:
         f"{rule} with addressed noise has the target's joint law",
         outcome.p_value >= FALSE_ALARM,
         f"{num_samples} samples of 3 tokens, p-value {outcome.p_value:.2g}, "
-        f"would show a total variation of {detectable:.3f}",
+        f"alarm at {FALSE_ALARM:.0e}, would show a total variation of {detectable:.3f}",
     )
 
 

@@ -24,6 +24,8 @@ def verdict(report: Report) -> tuple[str, str]:
         return "REFUTED", f"does not hold: {'; '.join(failed)}"
     if report.exit_code == REFUTED:
         return "REFUTED", f"the checks pass, but would not see: {'; '.join(missed)}"
+    if report.untested is not None:
+        return "NOTHING TESTED", report.untested
     return (
         "NOT ENOUGH SAMPLES",
         f"nothing wrong was seen, but too little was looked at; use --samples "

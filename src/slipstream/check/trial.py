@@ -11,28 +11,40 @@ from torch import Tensor
 from tqdm import tqdm
 
 from slipstream import reference
-from slipstream.build import LoadedModel, build_engine
+from slipstream.build import LoadedModel, build_engine, kv_dtype, make_drafter
+from slipstream.check.report import Report
 from slipstream.core.config import EngineConfig
 from slipstream.core.controls import Row, controls
+from slipstream.core.counts import DraftCounts
 from slipstream.core.errors import ModelError
 from slipstream.core.outputs import CompletionOutput
 from slipstream.core.params import SamplingParams
+from slipstream.core.speculative import SpeculativeConfig
 from slipstream.drafters.base import Drafter
 from slipstream.engine.controller import FixedController
 from slipstream.engine.verifier import Verifier
+from slipstream.kv.blocks import BlockManager
+from slipstream.kv.cache import KVCache
 from slipstream.maths.distributions import Controls
 from slipstream.maths.noise import Address, Key, Stream
+from slipstream.models.batch import Span, lay_out
+from slipstream.models.runner import ModelRunner
 
 # How surely a bias would have been seen that we say would have been seen.
 POWER = 0.99
 
-# How far two ways of computing the same logits may be apart, as a share of the largest, by the type
-# they compute in. Seen between the engine and the specification in bfloat16: up to 0.023.
+# Drafted tokens per sequence and step where nobody says.
+DRAFT_TOKENS = 4
+
+# How far two ways of computing the same logits may be apart, as a share of the largest, by what
+# they compute in. Seen between the engine and the specification in bfloat16: up to 0.023. The
+# native kernels have one way only.
 LOGIT_SLACK = {
-    torch.float64: 2**-35,
-    torch.float32: 2**-15,
-    torch.float16: 2**-8,
-    torch.bfloat16: 2**-5,
+    "packed": 0.0,
+    "float64": 2**-35,
+    "float32": 2**-15,
+    "float16": 2**-8,
+    "bfloat16": 2**-5,
 }
 
 
@@ -49,25 +61,68 @@ class Trial:
     """A model on trial, and the settings that all runs share.
 
     Attributes:
-        rule: of the verifier.
-        draft_tokens: most drafted tokens per sequence and step.
+        speculative: how to draft and by which rule to judge.
         config: of the engines.
+        draft: the draft model, where the method needs one.
+        synthetic: drafts are made up from known answers, in place of the method's own.
         quiet: no progress bars.
     """
 
     loaded: LoadedModel
-    rule: str
-    draft_tokens: int
+    speculative: SpeculativeConfig
     config: EngineConfig
+    draft: LoadedModel | None = None
+    synthetic: bool = True
     quiet: bool = True
 
     @property
     def vocab_size(self) -> int:
         return self.loaded.model.config.vocab_size
 
+    @property
+    def rule(self) -> str:
+        return self.speculative.rejection_sample_method
+
+    @property
+    def draft_tokens(self) -> int:
+        """Most drafted tokens per sequence and step."""
+        tokens, tree = self.speculative.num_speculative_tokens, self.speculative.tree
+        if tokens is None:
+            tokens = tree.max_tokens if tree is not None else DRAFT_TOKENS
+        return tokens
+
+    def drafter(self) -> Drafter:
+        """The method's own drafter, new: engines count their sequences from zero.
+
+        Raises:
+            ConfigError: a method that cannot be wired to this model.
+        """
+        context_length = self.config.max_model_len or self.loaded.model.config.context_length
+        return make_drafter(self.speculative, self.loaded, self.draft, self.config, context_length)
+
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Token ids that end an answer."""
+        eos_ids = frozenset() if params.ignore_eos else self.loaded.tokenizer.eos_ids
+        return eos_ids | frozenset(params.stop_token_ids)
+
     def slack(self, logits: Tensor) -> float:
         """How far these logits may be from those of another computation."""
-        return LOGIT_SLACK[self.loaded.model.dtype] * float(logits.nan_to_num(0, 0, 0).abs().max())
+        share = LOGIT_SLACK[self.loaded.model.kind]
+        return share * float(logits.nan_to_num(0, 0, 0).abs().max())
+
+    def note_drafts(self, answers: Seq[CompletionOutput], report: Report) -> None:
+        """Report how much was drafted for answers; none at all is a proof of nothing."""
+        counts = DraftCounts()
+        for answer in answers:
+            counts.merge(answer.draft_counts)
+        drafted, accepted = counts.num_draft_tokens, counts.num_accepted_draft_tokens
+        report.settings |= {"drafted": drafted, "accepted": accepted}
+        if drafted == 0 and not self.synthetic:
+            report.untested = (
+                f"method {self.speculative.method} drafted nothing for these prompts, so nothing "
+                "was put to the test; give it --prompts that it finds something in, or leave the "
+                "method out to prove with synthetic drafts"
+            )
 
     def run(
         self,
@@ -119,14 +174,38 @@ class Trial:
         """
         prompt, params = case.prompt, case.params
         tokens = [*prompt, *output]
-        eos_ids = frozenset() if params.ignore_eos else self.loaded.tokenizer.eos_ids
-        stop_ids = eos_ids | frozenset(params.stop_token_ids)
+        stop_ids = self.stop_ids(params)
         places = range(len(prompt) + first, len(tokens))
-        logits = reference.logits(self.loaded.model, tokens[:-1])[places.start - 1 :]
+        logits = self._logits(tokens[:-1])[places.start - 1 :]
         rows = [Row(params, tokens[:place], len(prompt), stop_ids) for place in places]
         key = Key(params.seed or 0)
         addresses = [Address(key, Stream.TARGET, place) for place in places]
         return logits, controls(rows, logits.device), addresses
+
+    def _logits(self, tokens: list[int]) -> Tensor:
+        """Logits after every prefix, [T, V]: by the specification, or natively where that is exact.
+
+        The specification rounds activations as the native kernels do, but adds in another order,
+        which now and then rounds one the other way. What does not depend on the batch needs no
+        second opinion: one pass over everything is plain decoding, bit for bit.
+        """
+        model, num_tokens = self.loaded.model, len(tokens)
+        if model.grade != "bitwise":
+            return reference.logits(model, tokens)
+        block_size = self.config.block_size
+        num_blocks = -(-num_tokens // block_size)
+        cache = KVCache.for_model(
+            model.config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=kv_dtype(self.config, model),
+            device=model.device,
+        )
+        blocks = BlockManager(num_blocks, block_size)
+        blocks.allocate(0, [])
+        blocks.reserve(0, 0, num_tokens)
+        whole = Span(0, 0, tokens, range(num_tokens), num_logits=num_tokens)
+        return ModelRunner(model, cache).forward(lay_out([whole], blocks, model.device)).logits
 
 
 def request_id(case: int) -> str:

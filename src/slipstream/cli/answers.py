@@ -106,7 +106,7 @@ def as_json(llm: "LLM", output: "RequestOutput", params: "SamplingParams") -> di
         },
         "metrics": {"speculative_decoding": first.draft_counts.as_dict()},
         "model": llm.loaded.name,
-        "dtype": str(llm.loaded.model.dtype).removeprefix("torch."),
+        "dtype": llm.loaded.model.kind,
     }
     if params.logprobs is not None:
         result["logprobs"] = [asdict(entry) for entry in first.logprobs or []]

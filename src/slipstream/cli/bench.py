@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         facts = {
             "model": llm.loaded.name,
-            "dtype": str(llm.loaded.model.dtype).removeprefix("torch."),
+            "dtype": llm.loaded.model.kind,
             "device": str(llm.loaded.model.device),
             "workload": workload.name,
             "num_prompts": len(prompts),

@@ -1,4 +1,4 @@
-"""`slipstream prove`: is speculation lossless, in this build and on this model?
+"""`slipstream prove`: is speculation lossless, in this build, on this model, by this method?
 
 Exit codes: 0 proved, 1 refuted, 3 too few samples to tell, 2 a mistake that one line explains.
 """
@@ -15,19 +15,29 @@ from slipstream.cli import options
 from slipstream.core.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
+    from slipstream.build import LoadedModel
     from slipstream.check.report import Report
+    from slipstream.core.speculative import SpeculativeConfig
     from slipstream.llm import LLM
+
+_DESCRIPTION = """Check that speculation changes nothing: on a model with --model, or of the rules,
+the engine and this very check with --self-test. Drafts are synthetic, right and wrong ones mixed,
+which tries the rules hardest. With --spec-method, --spec-model or --speculative-config they are the
+method's own, with its settings, --spec-tokens of them in every step (default: 4, or as many as the
+tree holds)."""
 
 
 def add_parser(commands: options.Commands) -> None:
-    parser = commands.add_parser("prove", help="check that speculation changes nothing")
+    parser = commands.add_parser(
+        "prove", help="check that speculation changes nothing", description=_DESCRIPTION
+    )
     parser.add_argument(
         "--self-test",
         action="store_true",
         help="rules, engine and planted bugs, without a model of yours",
     )
     parser.add_argument(
-        "--rule", default="match", metavar="R", help="match, ratio or block (default: match)"
+        "--rule", metavar="R", help="match, ratio or block (default: match, or as configured)"
     )
     parser.add_argument(
         "--prompts", metavar="FILE", help='one a line, or JSON lines with "prompt" or "turns"'
@@ -44,22 +54,13 @@ def add_parser(commands: options.Commands) -> None:
         metavar="TV",
         help="bias, in total variation, that must have been seen (default: %(default)s)",
     )
-    parser.add_argument(
-        "--spec-tokens", type=int, default=4, metavar="K", help="drafted a step (default: 4)"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON on the last line")
     parser.add_argument("--html", metavar="FILE", help="write a report to look at")
     options.add_model(parser)
     options.add_sampling(parser)
+    options.add_speculation(parser)
     options.add_engine(parser)
-    # Drafts come from the proof itself, whatever an engine would choose.
-    parser.set_defaults(
-        run=run,
-        max_tokens=None,
-        speculative_config=None,
-        spec_method="off",
-        spec_model=None,
-    )
+    parser.set_defaults(run=run, max_tokens=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,19 +95,52 @@ def _model(args: argparse.Namespace) -> "Report":
     from slipstream.check.prompts import PROMPTS, read_prompts
 
     params = options.sampling_params(args)
+    speculative = _speculative(args)
     prompts = read_prompts(args.prompts) if args.prompts is not None else PROMPTS
-    llm = options.make_llm(args)
+    # The proof wires engines of its own.
+    llm = options.make_llm(argparse.Namespace(**{**vars(args), "spec_method": "off"}))
     return prove_model(
         llm.loaded,
         params,
-        rule=args.rule,
+        speculative=speculative,
+        draft=_draft(llm, speculative),
+        synthetic=not _names_a_method(args),
         prompts=[_ids(llm, prompt, args) for prompt in prompts],
         samples=args.samples,
-        draft_tokens=args.spec_tokens,
         detect=args.detect,
         config=llm.config,
         quiet=_is_quiet(args),
     )
+
+
+def _speculative(args: argparse.Namespace) -> "SpeculativeConfig":
+    """How to speculate, with the rule that --rule or the configuration names."""
+    from slipstream.core.speculative import SpeculativeConfig
+
+    given = options.given_speculation(args)
+    configured = given.get("rejection_sample_method")
+    if args.rule is not None and configured not in (None, args.rule):
+        raise ConfigError(
+            f"--rule {args.rule} and rejection_sample_method {configured} disagree; drop one"
+        )
+    if args.rule is not None:
+        given["rejection_sample_method"] = args.rule
+    return SpeculativeConfig.from_dict(given)
+
+
+def _names_a_method(args: argparse.Namespace) -> bool:
+    named = (args.spec_method, args.spec_model, args.speculative_config)
+    return any(flag is not None for flag in named)
+
+
+def _draft(llm: "LLM", speculative: "SpeculativeConfig") -> "LoadedModel | None":
+    """The draft model, loaded like the target and where that is."""
+    from slipstream.build import load
+
+    if speculative.model is None:
+        return None
+    device = llm.loaded.model.device.type
+    return load(speculative.model, device=device, dtype=llm.dtype, quiet=llm.quiet)
 
 
 def _ids(llm: "LLM", prompt: str, args: argparse.Namespace) -> list[int]:

@@ -232,6 +232,19 @@ class CausalLM(nn.Module):
         return self.model.norm.weight.device
 
     @property
+    def kind(self) -> str:
+        """What weights are held in: a dtype's name, or "packed"."""
+        return "packed" if self.is_packed else str(self.dtype).removeprefix("torch.")
+
+    @property
+    def grade(self) -> str:
+        """What holds of a token's logits whatever else is computed beside it.
+
+        "bitwise": they are the same bits; "margin": the same up to rounding.
+        """
+        return "bitwise" if self.is_packed else "margin"
+
+    @property
     def is_packed(self) -> bool:
         """Whether weights are as their checkpoint stores them, for the native kernels."""
         return isinstance(self.model.embed_tokens.weight, kernels.PackedWeight)

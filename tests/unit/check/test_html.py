@@ -30,10 +30,12 @@ REFUTED = replace(
 )
 BLIND = replace(REPORT, planted=[Planted("one token kept", False, "nothing changed")])
 TOO_FEW = replace(REPORT, samples_needed=5678)
+UNTESTED = replace(TOO_FEW, untested="nothing was drafted", detectable_tv=None)
 VERDICTS = {
     "PROVED": REPORT,
     "REFUTED": REFUTED,
     "NOT ENOUGH SAMPLES": TOO_FEW,
+    "NOTHING TESTED": UNTESTED,
 }
 
 
@@ -126,4 +128,6 @@ def test_text_says_what_failed_and_what_to_do(monkeypatch):
     assert re.search(r"got +\[5, 6, 7, 9\]", refuted)
     assert "would not see: one token kept" in text.render(BLIND)
     assert "--samples 5678" in text.render(TOO_FEW)
+    assert "nothing was drafted" in text.render(UNTESTED)
+    assert "certainty" not in text.render(UNTESTED), "nothing would have been seen"
     assert max(map(len, refuted.splitlines())) <= 60

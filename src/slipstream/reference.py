@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.controls import Row, controls
+from slipstream.core.grammar import Grammar
 from slipstream.core.params import SamplingParams
 from slipstream.kernels import dense_attention
 from slipstream.maths.distributions import sample
@@ -34,10 +35,11 @@ def generate(
     stop_ids: frozenset[int] = frozenset(),
     branch: int = 0,
     num_tokens: int,
+    grammar: Grammar | None = None,
 ) -> list[int]:
     """The output tokens of one answer, the one that ended it included."""
     assert params.seed is not None or params.temperature == 0, "a sampled oracle needs a seed"
-    return list(_tokens(model, list(prompt), params, stop_ids, branch, num_tokens))
+    return list(_tokens(model, list(prompt), params, stop_ids, branch, num_tokens, grammar))
 
 
 def _tokens(
@@ -47,11 +49,12 @@ def _tokens(
     stop_ids: frozenset[int],
     branch: int,
     num_tokens: int,
+    grammar: Grammar | None,
 ) -> Iterator[int]:
     num_prompt = len(tokens)
     key = Key(params.seed or 0, branch)
     for _ in range(num_tokens):
-        row = Row(params, tokens, num_prompt, stop_ids)
+        row = Row(params, tokens, num_prompt, stop_ids, grammar)
         last = logits(model, tokens)[-1:]
         address = Address(key, Stream.TARGET, len(tokens))
         token = int(sample(last, controls([row], last.device), [address]))

@@ -137,9 +137,14 @@ def sampling_params(args: argparse.Namespace) -> "SamplingParams":
 
 
 def speculative_config(args: argparse.Namespace) -> "SpeculativeConfig":
-    """The JSON of --speculative-config, with the short flags laid over it."""
+    """How to speculate, as the flags say."""
     from slipstream.core.speculative import SpeculativeConfig
 
+    return SpeculativeConfig.from_dict(given_speculation(args))
+
+
+def given_speculation(args: argparse.Namespace) -> dict[str, Any]:
+    """The JSON of --speculative-config, with the short flags laid over it."""
     given: dict[str, Any] = {}
     if args.speculative_config is not None:
         try:
@@ -156,7 +161,7 @@ def speculative_config(args: argparse.Namespace) -> "SpeculativeConfig":
     given |= {key: value for key, value in short.items() if value is not None}
     if given.get("model") is not None:
         given.setdefault("method", "draft_model")
-    return SpeculativeConfig.from_dict(given)
+    return given
 
 
 def _memory(text: str) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.core.grammar import Grammar
 from slipstream.core.params import SamplingParams
 from slipstream.maths.distributions import Controls, Edits
 
@@ -22,13 +23,16 @@ class Row:
         params: of its request.
         tokens: everything before the position: prompt, output, drafted tokens that lead here.
         num_prompt: how many of them are the prompt.
-        stop_ids: tokens that end the request, impossible before `min_tokens`.
+        stop_ids: tokens that end the request, impossible before `min_tokens`, unless the grammar
+            allows nothing else.
+        grammar: what the output must obey.
     """
 
     params: SamplingParams
     tokens: Sequence[int]
     num_prompt: int
     stop_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
 
 
 def controls(rows: Sequence[Row], device: torch.device | str = "cpu") -> Controls:
@@ -47,9 +51,12 @@ def controls(rows: Sequence[Row], device: torch.device | str = "cpu") -> Control
 def _edits(row: Row, device: torch.device | str) -> Edits | None:
     params = row.params
     added = dict(params.logit_bias)
-    if len(row.tokens) - row.num_prompt < params.min_tokens:
+    allowed = None
+    if row.grammar is not None:
+        allowed = row.grammar.allowed(row.tokens[row.num_prompt :])
+    if len(row.tokens) - row.num_prompt < params.min_tokens and _may_go_on(allowed, row.stop_ids):
         added.update(dict.fromkeys(row.stop_ids, -torch.inf))
-    if not added and not params.penalised:
+    if not added and not params.penalised and allowed is None:
         return None
 
     def ids(tokens: Sequence[int]) -> torch.Tensor:
@@ -67,4 +74,13 @@ def _edits(row: Row, device: torch.device | str) -> Edits | None:
         output_counts=torch.tensor(list(counts.values()), device=device) if counts else None,
         presence=params.presence_penalty,
         frequency=params.frequency_penalty,
+        allowed=None if allowed is None else allowed.to(device),
     )
+
+
+def _may_go_on(allowed: torch.Tensor | None, stop_ids: frozenset[int]) -> bool:
+    """Whether anything but the end is possible."""
+    if allowed is None:
+        return True
+    ends = sum(bool(allowed[token]) for token in stop_ids)
+    return int(allowed.sum()) > ends

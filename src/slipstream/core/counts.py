@@ -17,6 +17,7 @@ class DraftCounts:
         num_tokens: tokens those passes committed.
         num_spec_steps: passes that judged a draft.
         num_draft_tokens, num_accepted_draft_tokens: nodes.
+        num_predicted_tokens, num_accepted_predicted_tokens: those of them from the client's text.
         lengths: accepted tokens -> spec steps.
         sizes: drafted nodes -> passes, 0 included.
         reached: depth (from 1) -> spec steps whose draft went that deep.
@@ -28,6 +29,8 @@ class DraftCounts:
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_predicted_tokens: int = 0
+    num_accepted_predicted_tokens: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
     sizes: Counter[int] = field(default_factory=Counter)
     reached: Counter[int] = field(default_factory=Counter)
@@ -44,6 +47,9 @@ class DraftCounts:
         self.num_spec_steps += 1
         self.num_draft_tokens += len(draft)
         self.num_accepted_draft_tokens += accepted
+        if draft.is_predicted:
+            self.num_predicted_tokens += len(draft)
+            self.num_accepted_predicted_tokens += accepted
         self.lengths[accepted] += 1
         self.reached.update(range(1, max(depths(draft.parents)) + 2))
         self.passed.update(range(1, accepted + 1))

@@ -23,11 +23,13 @@ class Draft:
             before its children.
         probs: q, the distribution each token was sampled from, [N, V] float32; None when the
             draft counts as certain (deterministic, or judged by a rule that needs no q).
+        is_predicted: the tokens are from the text a client expects; they are counted apart.
     """
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     probs: Tensor | None = None
+    is_predicted: bool = False
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -43,12 +45,18 @@ class Draft:
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 + (depths[parent] if parent >= 0 else 0))
-        kept = [node for node, depth in enumerate(depths) if depth <= max_depth]
+        return self.only([node for node, depth in enumerate(depths) if depth <= max_depth])
+
+    def only(self, kept: list[int]) -> "Draft":
+        """Some of the nodes, ascending; none without its parent."""
+        if len(kept) == len(self):
+            return self
         renumbered = {-1: -1} | {node: index for index, node in enumerate(kept)}
         return Draft(
             [self.token_ids[node] for node in kept],
             [renumbered[self.parents[node]] for node in kept],
             None if self.probs is None else self.probs[kept],
+            self.is_predicted,
         )
 
 

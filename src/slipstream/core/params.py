@@ -8,6 +8,10 @@ from slipstream.core.errors import RequestError
 
 MAX_LOGPROBS = 100
 MAX_TEMPERATURE = 1e6
+MAX_TOP_K = 2**31
+# Beyond these float32 logits could become infinite.
+MAX_REPETITION_PENALTY = 1e3
+MAX_BIAS = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,7 @@ class SamplingParams:
         logprobs: return the log-probability of each token and of this many most likely ones,
             under the model's own distribution (before bias, penalties and temperature).
         speculative: whether drafts may be used; the tokens are the same either way.
+        num_speculative_tokens: most drafted tokens in a step; None leaves it to the engine.
     """
 
     temperature: float = 1.0
@@ -61,6 +66,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     speculative: bool = True
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -73,21 +79,34 @@ class SamplingParams:
             value = getattr(self, spec.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise RequestError(f"{spec.name} must be a finite number, not {value}")
-        for name in ("top_k", "n", "max_tokens", "min_tokens", "seed", "logprobs"):
+        for name in (
+            *("top_k", "n", "max_tokens", "min_tokens", "seed", "logprobs"),
+            "num_speculative_tokens",
+        ):
             value = getattr(self, name)
             whole = value is None or (isinstance(value, int) and not isinstance(value, bool))
             self._require(whole, name, "a whole number")
         self._require(self.temperature >= 0, "temperature", "0 (greedy) or positive")
         self._require(self.temperature <= MAX_TEMPERATURE, "temperature", "at most 1e6")
-        self._require(self.top_k >= 0, "top_k", "positive, or 0 for no limit")
+        self._require(
+            0 <= self.top_k <= MAX_TOP_K, "top_k", f"in [1, {MAX_TOP_K}], or 0 for no limit"
+        )
         self._require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
         self._require(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
-        self._require(self.repetition_penalty > 0, "repetition_penalty", "positive")
+        self._require(
+            1 / MAX_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
+            "repetition_penalty",
+            "in [0.001, 1000]",
+        )
         self._require(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
         self._require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
         self._require(self.n >= 1, "n", "at least 1")
         self._require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
         self._require(self.min_tokens >= 0, "min_tokens", "0 or more")
+        num_drafted = self.num_speculative_tokens
+        self._require(
+            num_drafted is None or num_drafted >= 0, "num_speculative_tokens", "0 or more"
+        )
         self._require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             "min_tokens",
@@ -103,12 +122,19 @@ class SamplingParams:
             f"in [0, {MAX_LOGPROBS}]",
         )
         for token, bias in self.logit_bias.items():
-            self._require(math.isfinite(bias), f"logit_bias[{token}]", "finite", bias)
+            self._require(abs(bias) <= MAX_BIAS, f"logit_bias[{token}]", "in [-1e6, 1e6]", bias)
 
     def _require(self, holds: bool, name: str, rule: str, value: object = None) -> None:
         if not holds:
             shown = getattr(self, name) if value is None else value
             raise RequestError(f"{name} must be {rule}, not {shown!r}")
+
+    def draft_limit(self, wanted: int) -> int:
+        """Of so many drafted tokens in a step, those the request allows."""
+        if not self.speculative:
+            return 0
+        limit = self.num_speculative_tokens
+        return wanted if limit is None else min(wanted, limit)
 
     @property
     def penalised(self) -> bool:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from slipstream.core.counts import DraftCounts
+from slipstream.core.grammar import Grammar
 from slipstream.core.outputs import TokenLogprobs
 from slipstream.core.params import SamplingParams
 from slipstream.maths.noise import Key
@@ -32,6 +33,8 @@ class Sequence:
         key: addresses this sequence's random numbers.
         salt: sequences share cached prefixes only under equal salts.
         leader: the first answer of an n > 1 request, whose prompt K/V this one may share.
+        grammar: what the output must obey.
+        prediction: what the client expects the output to be; a draft, and never more.
         num_computed: tokens whose K/V is valid; slots past it are garbage.
         num_cached: prompt tokens whose K/V came from the prefix cache.
     """
@@ -47,6 +50,8 @@ class Sequence:
     key: Key
     salt: bytes = b""
     leader: "Sequence | None" = None
+    grammar: Grammar | None = None
+    prediction: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int = 0
     num_preemptions: int = 0

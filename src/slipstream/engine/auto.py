@@ -164,7 +164,7 @@ class AutoController:
         """Choose sizes for the sequences that get a token, and say why."""
         nothing = np.zeros(len(seqs), dtype=np.int64)
         room = np.array(
-            [min(self.max_tokens, seq.room - 1) if seq.params.speculative else 0 for seq in seqs]
+            [min(seq.params.draft_limit(self.max_tokens), seq.room - 1) for seq in seqs]
         )
         if room.max() <= 0:
             self.reasons.give("off: no sequence can have a draft")

@@ -7,12 +7,14 @@
 whoever shares it between threads brings a lock.
 """
 
+import logging
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from slipstream.core.counts import DraftCounts
 from slipstream.core.errors import RequestError
+from slipstream.core.grammar import Grammar
 from slipstream.core.outputs import CompletionOutput, Delta, Metrics, RequestOutput
 from slipstream.core.params import SamplingParams
 from slipstream.core.sequence import Sequence, Status
@@ -21,6 +23,8 @@ from slipstream.engine.detokenize import Detokenizer
 from slipstream.engine.step import Parts, StepResult, step
 from slipstream.loading.tokenizer import Tokenizer
 from slipstream.maths.noise import Key, fresh_seed
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -58,6 +62,9 @@ class Engine:
         parts: the wired step.
         tokenizer: of the model.
         context_length: most tokens a sequence may have, prompt and output together.
+
+    Attributes:
+        last_step: what the latest step did, for whoever watches.
     """
 
     def __init__(self, parts: Parts, tokenizer: Tokenizer, context_length: int):
@@ -69,6 +76,7 @@ class Engine:
         self._detokenizers: dict[int, Detokenizer] = {}
         self._next_id = 0
         self._stats = EngineStats()
+        self.last_step: StepResult | None = None
 
     @property
     def has_work(self) -> bool:
@@ -87,6 +95,8 @@ class Engine:
         *,
         request_id: str | None = None,
         salt: bytes = b"",
+        grammar: Grammar | None = None,
+        prediction: Seq[int] = (),
     ) -> str:
         """Queue a request.
 
@@ -95,6 +105,8 @@ class Engine:
             params: how to sample; the defaults if None.
             request_id: must be unused; made up if None.
             salt: cached prefixes are shared only between requests with equal salts.
+            grammar: what every answer must obey.
+            prediction: token ids an answer is expected to be; they serve as a draft.
 
         Returns:
             The request's id.
@@ -123,6 +135,8 @@ class Engine:
                 key=Key(seed, index),
                 salt=salt,
                 leader=seqs[0] if seqs else None,
+                grammar=None if grammar is None else grammar.fork(),
+                prediction=list(prediction),
                 arrival_sec=time.perf_counter(),
             )
             self._next_id += 1
@@ -148,7 +162,25 @@ class Engine:
             if verdict is None and result.plan.seqs[i].status is Status.RUNNING:
                 self._advance(result.plan.seqs[i], result.plan.num_tokens[i])
         self._count(result, deltas)
+        result.target = None  # by far the largest part, and of no more use
+        self.last_step = result
         return deltas
+
+    def recover(self) -> list[Delta]:
+        """Go on after a `step` that raised, so that only whoever caused it fails.
+
+        Nothing of that step was committed. Everybody who ran in it starts again from its tokens,
+        alone at first; who was alone already ends with finish reason "error".
+        """
+        scheduler = self.parts.scheduler
+        ran = list(scheduler.running)
+        assert ran, "the step raised before anybody ran"
+        for seq in ran:
+            self.parts.drafter.forget(seq.seq_id)
+        if len(ran) == 1:
+            return [self._fail(ran[0])]
+        scheduler.isolate()
+        return []
 
     def abort(self, request_id: str) -> list[Delta]:
         """End a request now; what it has so far stays available as its output."""
@@ -239,12 +271,20 @@ class Engine:
         first_row = result.target.first_rows[i]
         assert first_row is not None
         rows = result.target.logits[first_row : first_row + 1 + len(draft)]
-        delta = commit(seq, draft, verdict, rows, self._detokenizers[seq.seq_id])
+        try:
+            delta = commit(seq, draft, verdict, rows, self._detokenizers[seq.seq_id])
+        except Exception:
+            # Tokens, text and log-probabilities may disagree now, but only this sequence's.
+            _log.exception("an answer of %s failed", seq.request_id)
+            return self._fail(seq)
         if seq.first_token_sec is None:
             seq.first_token_sec = time.perf_counter()
         self._advance(seq, len(seq.tokens) - 1 - seq.num_computed)
         if seq.finish_reason is not None:
             self._retire(seq)
+        elif self.parts.scheduler.suspects:
+            self.parts.drafter.forget(seq.seq_id)
+            self.parts.scheduler.acquit(seq)
         return delta
 
     def _advance(self, seq: Sequence, num_tokens: int) -> None:

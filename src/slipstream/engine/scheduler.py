@@ -3,6 +3,8 @@
 Sequences already running go first, oldest first; waiting ones are admitted while tokens, seats and
 blocks last. When blocks run out the youngest running sequence is preempted: its blocks go back
 and it recomputes later, from the same tokens and the same noise, so nothing it says changes.
+
+After a step that raised, those who ran in it are suspects: each runs alone until it has a token.
 """
 
 from collections import deque
@@ -48,6 +50,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.suspects: set[int] = set()  # ids, all of waiting or running sequences
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -90,11 +93,28 @@ class Scheduler:
             self.waiting.remove(seq)
         if self.blocks.has(seq.seq_id):
             self.blocks.free(seq.seq_id)
+        self.suspects.discard(seq.seq_id)
         seq.status = Status.FINISHED
+
+    def isolate(self) -> None:
+        """Make suspects of all running sequences; their blocks go back, they are next in line."""
+        for seq in reversed(self.running):
+            seq.leader = None  # whoever runs alone computes its own prompt
+            self._step_aside(seq, 0)
+            self.suspects.add(seq.seq_id)
+        self.running.clear()
+
+    def acquit(self, seq: Sequence) -> None:
+        """A sequence had a step of its own; while others are suspects it waits behind them."""
+        self.suspects.discard(seq.seq_id)
+        if self.suspects:
+            self.running.remove(seq)
+            self._step_aside(seq, len(self.suspects))
 
     def _admit(self, plan: Plan, budget: int) -> None:
         passed_over: deque[Sequence] = deque()
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        seats = 1 if self.suspects else self.max_num_seqs
+        while self.waiting and budget > 0 and len(self.running) < seats:
             seq = self.waiting.popleft()
             if self._awaits_leader(seq):
                 passed_over.append(seq)
@@ -158,11 +178,14 @@ class Scheduler:
             plan.copies += copies
             return True
 
+    def _step_aside(self, seq: Sequence, place: int) -> None:
+        self._take_back(seq)
+        seq.status = Status.WAITING
+        self.waiting.insert(place, seq)
+
     def _preempt(self, seq: Sequence, plan: Plan) -> None:
         assert seq not in plan.seqs, "only sequences younger than the planned ones are preempted"
         self.running.remove(seq)
-        self._take_back(seq)
-        seq.status = Status.WAITING
+        self._step_aside(seq, 0)
         seq.num_preemptions += 1
-        self.waiting.appendleft(seq)
         plan.preempted.append(seq)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.draft import NO_DRAFT, Draft, Verdict
+from slipstream.core.grammar import permitted
 from slipstream.core.sequence import Sequence
 from slipstream.core.target import TargetOutput
 from slipstream.drafters.base import Drafter
@@ -43,7 +44,7 @@ class StepResult:
         drafts, verdicts: per planned sequence; no verdict where the pass stopped short of the end
             of the committed tokens, or where the logits were unusable.
         poisoned: sequences whose logits contained NaN; nothing else was touched by it.
-        target: the pass.
+        target: the pass; until its tokens are committed.
         draft_sec, verify_sec, total_sec: where the time went; `total` includes both.
     """
 
@@ -100,15 +101,17 @@ def _propose(parts: Parts, plan: Plan) -> tuple[list[int], list[Draft]]:
     drafts = [NO_DRAFT] * len(plan.seqs)
     ready = [i for i in range(len(plan.seqs)) if plan.reaches_end(i)]
     for i in ready:
+        seq = plan.seqs[i]
         # The pass always yields one token more than it accepts.
-        if plan.seqs[i].room > 1 and plan.seqs[i].params.speculative:
-            budgets[i] = parts.scheduler.reserve_draft(
-                plan.seqs[i], plan.num_tokens[i], wanted[i], plan
-            )
+        if seq.room > 1 and (size := seq.params.draft_limit(wanted[i])):
+            budgets[i] = parts.scheduler.reserve_draft(seq, plan.num_tokens[i], size, plan)
     proposed = parts.drafter.propose([plan.seqs[i] for i in ready], [budgets[i] for i in ready])
     for i, draft in zip(ready, proposed, strict=True):
         assert len(draft) <= budgets[i], f"{len(draft)} nodes drafted, {budgets[i]} allowed"
-        drafts[i] = draft.clipped(plan.seqs[i].room - 1)
+        seq = plan.seqs[i]
+        drafts[i] = draft.clipped(seq.room - 1)
+        if seq.grammar is not None:
+            drafts[i] = permitted(drafts[i], seq.output, seq.grammar)
     return budgets, drafts
 
 

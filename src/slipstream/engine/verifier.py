@@ -114,6 +114,7 @@ class _Places:
                 self.seqs[b].tokens + _path_tokens(self.drafts[b], node),
                 self.seqs[b].num_prompt,
                 self.seqs[b].stop_ids,
+                self.seqs[b].grammar,
             )
             for b, node in places
         ]

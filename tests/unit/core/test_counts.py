@@ -21,6 +21,8 @@ def test_figures():
         "num_spec_steps": 3,
         "num_draft_tokens": 9,
         "num_accepted_draft_tokens": 4,
+        "num_predicted_tokens": 0,
+        "num_accepted_predicted_tokens": 0,
         "acceptance_rate": pytest.approx(4 / 9),
         "mean_acceptance_length": 2.0,
         "acceptance_by_position": [2 / 3, 2 / 3, 0.0],
@@ -49,3 +51,11 @@ def test_merging_is_adding():
         counts.add(TREE, Verdict([1, 2], 9), num_committed=3)
     one.merge(other)
     assert one == both
+
+
+def test_what_a_client_predicted_is_counted_apart() -> None:
+    counts = DraftCounts()
+    counts.add(Draft([1, 2, 3], [-1, 0, 1], is_predicted=True), Verdict([0, 1], 9), 3)
+    counts.add(Draft([1, 2], [-1, 0]), Verdict([0, 1], 9), 3)
+    assert (counts.num_predicted_tokens, counts.num_accepted_predicted_tokens) == (3, 2)
+    assert (counts.num_draft_tokens, counts.num_accepted_draft_tokens) == (5, 4)

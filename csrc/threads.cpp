@@ -12,7 +12,9 @@
 namespace slipstream {
 namespace {
 
-constexpr int kSpins = 4000;                         // of a barrier, before it yields
+// Of a barrier, before it yields: about a millisecond. To yield sooner gives the core away for
+// several whenever anybody else wants it, however low its priority.
+constexpr int kSpins = 20000;
 constexpr auto kAwake = std::chrono::microseconds(300);  // how long an idle thread looks for work
 
 }  // namespace

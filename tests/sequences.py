@@ -14,6 +14,7 @@ def sequence(
     num_prompt: int = 0,
     stop_ids: Iterable[int] = (),
     salt: bytes = b"",
+    params: SamplingParams | None = None,
 ) -> Sequence:
     """A sequence with these committed tokens and plenty of room."""
     return Sequence(
@@ -22,9 +23,9 @@ def sequence(
         index=0,
         tokens=list(tokens),
         num_prompt=num_prompt,
-        params=SamplingParams(),
+        params=params or SamplingParams(),
         max_tokens=1000,
         stop_ids=frozenset(stop_ids),
-        key=Key(0),
+        key=Key(params.seed or 0) if params else Key(0),
         salt=salt,
     )

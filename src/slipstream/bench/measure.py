@@ -87,18 +87,19 @@ def head_to_head(
     order = list(engines)
     for method in order:
         progress(f"{method}: warm-up")
-        _answer(engines[method], prompts[:batch_size], params[:batch_size], batch_size)
+        answer_all(engines[method], prompts[:batch_size], params[:batch_size], batch_size)
     for number in range(rounds):
         for method in order:
             progress(f"{method}: round {number + 1} of {rounds}")
-            runs[method].append(_answer(engines[method], prompts, params, batch_size))
+            runs[method].append(answer_all(engines[method], prompts, params, batch_size))
         order = order[1:] + order[:1]
     return [_row(method, runs[method], runs[PLAIN], batch_size, temperature) for method in engines]
 
 
-def _answer(
+def answer_all(
     engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams], batch_size: int
 ) -> Run:
+    """Answer prompts in batches, each to its end before the next."""
     run = Run()
     before = engine.stats().draft_sec
     for first in range(0, len(prompts), batch_size):

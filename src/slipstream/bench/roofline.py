@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from slipstream import native
 from slipstream.core.errors import ConfigError
 from slipstream.engine.calibration import SHORT_CONTEXT, measure
 from slipstream.maths.roofline import (
@@ -22,10 +23,12 @@ from slipstream.maths.roofline import (
     step_cost,
 )
 from slipstream.models import CausalLM
+from slipstream.models.recorded import RecordedModel
 from slipstream.models.runner import ModelRunner
 
 _READ_BYTES = 1 << 29  # beyond any cache
 _PRODUCT_SIZE = 2048
+_PACKED_ROWS = 128
 _REPETITIONS = 5
 
 
@@ -92,7 +95,7 @@ class Roofline:
 def measured_roofline(runner: ModelRunner) -> Roofline:
     """This machine, and this model's passes on it. The runner's cache must not be in use."""
     model = runner.model
-    device = measure_device(model.device, model.dtype)
+    device = measure_device(model)
     table = measure(runner)
     times: dict[int, float | None] = dict(zip(table.rows, table.sec, strict=True))
     return _roofline(device, shape_of(model), times)
@@ -109,36 +112,50 @@ def datasheet_roofline(name: str, model: CausalLM) -> Roofline:
 def shape_of(model: CausalLM) -> ModelShape:
     """What of a model decides the cost of its steps."""
     config = model.config
-    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    num_weights = model.num_weights
     if not config.tied:  # the embedding is looked up, not multiplied
         num_weights -= config.vocab_size * config.hidden_size
-    size = model.dtype.itemsize
     return ModelShape(
         num_weights=num_weights,
         num_layers=config.num_layers,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_size=config.head_dim,
-        bytes_per_weight=size,
-        bytes_per_kv=size,
+        bytes_per_weight=model.weight_bytes / model.num_weights,
+        bytes_per_kv=2 if model.is_packed else model.dtype.itemsize,
     )
 
 
-def measure_device(device: torch.device, dtype: torch.dtype) -> Device:
-    """Read bandwidth and matrix throughput, the best of a few."""
-    read_sec, size = _read_sec(device), _PRODUCT_SIZE
-    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    product_sec = _fastest(lambda: (a @ b)[0, 0].item())
+def measure_device(model: CausalLM) -> Device:
+    """Read bandwidth, and matrix throughput in the model's arithmetic, the best of a few."""
     return Device(
-        flops_per_sec=2 * size**3 / product_sec,
-        bytes_per_sec=_READ_BYTES / read_sec,
-        arithmetic=str(dtype).removeprefix("torch."),
+        flops_per_sec=_packed_product_rate(model) if model.is_packed else _product_rate(model),
+        bytes_per_sec=_READ_BYTES / _read_sec(model.device),
+        arithmetic=model.kind,
         source=f"measured here, {torch.get_num_threads()} threads",
     )
 
 
+def _product_rate(model: CausalLM) -> float:
+    """Operations per second of a large matrix product."""
+    size = _PRODUCT_SIZE
+    a, b = (torch.ones(size, size, dtype=model.dtype, device=model.device) for _ in range(2))
+    return 2 * size**3 / _fastest(lambda: (a @ b)[0, 0].item())
+
+
+def _packed_product_rate(model: CausalLM) -> float:
+    """The same of many rows and the model's largest packed matrix."""
+    recorded = RecordedModel(model)
+    rows = torch.ones(_PACKED_ROWS, model.config.hidden_size)
+    seconds = _fastest(lambda: recorded.logits(rows))
+    return 2 * _PACKED_ROWS * model.config.vocab_size * model.config.hidden_size / seconds
+
+
 def _read_sec(device: torch.device) -> float:
-    block = torch.ones(_READ_BYTES // 4, dtype=torch.float32, device=device)
+    block = torch.empty(_READ_BYTES // 4, dtype=torch.float32, device=device)
+    if device.type == "cpu" and native.is_available():
+        native.load().use_large_pages(block.view(torch.uint8))
+    block.fill_(1.0)
     return _fastest(lambda: block.sum().item())
 
 

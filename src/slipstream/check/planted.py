@@ -5,6 +5,7 @@ public engine at some time, and names the check that must then fail.
 """
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -66,6 +67,8 @@ def _name(check: Callable[[], Check]) -> str:
     return inner.__name__.replace("_", " ")
 
 
+Places = Seq[tuple[int, int]]
+
 # The mistakes --------------------------------------------------------------------------------
 
 
@@ -111,29 +114,29 @@ def _rounded(logits: Tensor, controls: Any) -> Tensor:
     return _edited(logits, controls).bfloat16().float()
 
 
-def _at_without_path(self: Any, which: Tensor, nodes: Tensor) -> Any:
+def _at_without_path(self: Any, places: Places) -> Any:
     empty = [type(draft)() for draft in self.drafts]
     blind = verifier_module._Places(self.logits, self.first_rows, self.seqs, empty)
-    _, settings = _at(blind, which, torch.full_like(nodes, -1))
-    return _at(self, which, nodes)[0], settings
+    _, settings = _at(blind, [(b, -1) for b, _ in places])
+    return _at(self, places)[0], settings
 
 
-def _at_previous_row(self: Any, which: Tensor, nodes: Tensor) -> Any:
-    rows, _ = _at(self, which, (nodes - 1).clamp(min=-1))
-    return rows, _at(self, which, nodes)[1]
+def _at_previous_row(self: Any, places: Places) -> Any:
+    rows, _ = _at(self, [(b, max(node - 1, -1)) for b, node in places])
+    return rows, _at(self, places)[1]
 
 
-def _addresses_by_row(self: Any, which: Tensor, nodes: Tensor) -> Any:
+def _addresses_by_row(self: Any, places: Places) -> Any:
     return [
         noise.Address(noise.Key(address.key.seed, b), address.stream, address.position)
-        for b, address in zip(which.tolist(), _addresses(self, which, nodes), strict=True)
+        for (b, _), address in zip(places, _addresses(self, places), strict=True)
     ]
 
 
-def _addresses_of_step(self: Any, which: Tensor, nodes: Tensor) -> Any:
+def _addresses_of_step(self: Any, places: Places) -> Any:
     return [
         noise.Address(address.key, Stream.TARGET, len(self.seqs[b].tokens))
-        for b, address in zip(which.tolist(), _addresses(self, which, nodes), strict=True)
+        for (b, _), address in zip(places, _addresses(self, places), strict=True)
     ]
 
 

@@ -34,6 +34,9 @@ def add_parser(commands: options.Commands) -> None:
     parser.add_argument("--batch-sizes", default="1", metavar="LIST", help="such as 1,4,16")
     parser.add_argument("--temperatures", default="0", metavar="LIST", help="such as 0,1")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument(
+        "--peers", metavar="P", help="measure passes beside another engine instead: llama.cpp"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON on the last line")
     parser.add_argument("--plot", metavar="FILE.png", help="draw speedups (needs matplotlib)")
     options.add_model(parser)
@@ -48,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.bench.report import draw, table
     from slipstream.bench.workloads import load_workload
 
+    if args.peers is not None:
+        return _peers(args)
     methods = _methods(args)
     batch_sizes = [int(n) for n in _numbers(args.batch_sizes, "--batch-sizes")]
     temperatures = _numbers(args.temperatures, "--temperatures")
@@ -86,6 +91,25 @@ def run(args: argparse.Namespace) -> int:
             "rows": [row.as_dict() for row in rows],
         }
         print(json.dumps(circumstances(sys.argv[1:]) | facts))
+    return 0
+
+
+def _peers(args: argparse.Namespace) -> int:
+    """Passes of this engine and another, in turns."""
+    from slipstream.bench.circumstances import circumstances
+    from slipstream.bench.peers import PEERS, compare, table
+
+    if args.peers not in PEERS:
+        raise ConfigError(f"no peer {args.peers!r}; known are {', '.join(PEERS)}")
+    plain = argparse.Namespace(**{**vars(args), "spec_method": "off", "spec_model": None})
+    loaded = options.make_llm(plain).loaded
+    rows = compare(loaded, rounds=args.rounds, progress=partial(_say, args))
+    _say(args)
+    print(table(rows))
+    if args.json:
+        facts = {"model": loaded.name, "dtype": loaded.model.kind, "peer": args.peers}
+        measured = {"rows": [row.as_dict() for row in rows]}
+        print(json.dumps(circumstances(sys.argv[1:]) | facts | measured))
     return 0
 
 

@@ -38,6 +38,13 @@ class Draft:
     def is_chain(self) -> bool:
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
 
+    def child(self, node: int, token: int) -> int | None:
+        """The node that continues `node` (-1: the committed tokens) with `token`, if any does."""
+        for index, parent in enumerate(self.parents):
+            if parent == node and self.token_ids[index] == token:
+                return index
+        return None
+
     def clipped(self, max_depth: int) -> "Draft":
         """The nodes at most `max_depth` tokens ahead; deeper ones could never be committed."""
         if len(self) <= max_depth:

@@ -40,19 +40,30 @@ class Verifier(Protocol):
 
 
 class MatchVerifier:
-    """The speculative stream is the plain stream: `acceptance.match`."""
+    """The speculative stream is the plain stream: `acceptance.match`, walked in plain Python.
+
+    The walk looks at a handful of tokens; as tensor operations it would take longer than a pass of
+    a small model. A test holds the two against each other.
+    """
 
     def __call__(
         self, logits: Tensor, first_rows: Seq[int], seqs: Seq[Sequence], drafts: Seq[Draft]
     ) -> list[Verdict]:
         places = _Places(logits, first_rows, seqs, drafts)
-
-        def draw(which: Tensor, nodes: Tensor) -> Tensor:
-            rows, settings = places.at(which, nodes)
-            return distributions.sample(rows, settings, places.addresses(which, nodes))
-
-        batch = _pad(drafts, logits.device, with_q=False)
-        return _unpad(acceptance.match(batch, draw))
+        accepted: list[list[int]] = [[] for _ in drafts]
+        next_tokens = [-1] * len(drafts)
+        walking = [(b, -1) for b in range(len(drafts))]
+        while walking:
+            rows, settings = places.at(walking)
+            sampled = distributions.sample(rows, settings, places.addresses(walking)).tolist()
+            followed = []
+            for (b, node), token in zip(walking, sampled, strict=True):
+                next_tokens[b] = token
+                if (child := drafts[b].child(node, token)) is not None:
+                    accepted[b].append(child)
+                    followed.append((b, child))
+            walking = followed
+        return [Verdict(*pair) for pair in zip(accepted, next_tokens, strict=True)]
 
 
 class RatioVerifier:
@@ -66,10 +77,11 @@ class RatioVerifier:
         places = _Places(logits, first_rows, seqs, drafts)
 
         def target(which: Tensor, nodes: Tensor) -> Tensor:
-            return distributions.probabilities(*places.at(which, nodes))
+            some = list(zip(which.tolist(), nodes.tolist(), strict=True))
+            return distributions.probabilities(*places.at(some))
 
         noise = StepNoise([seq.key for seq in seqs], [len(seq.tokens) for seq in seqs])
-        batch = _pad(drafts, logits.device, with_q=True)
+        batch = _pad(drafts, logits.device)
         return _unpad(self.rule(batch, target, noise))
 
 
@@ -105,9 +117,8 @@ class _Places:
         self.seqs = seqs
         self.drafts = drafts
 
-    def at(self, which: Tensor, nodes: Tensor) -> tuple[Tensor, Controls]:
-        """Logits [A, V] after nodes of sequences, and the controls that apply there."""
-        places = list(zip(which.tolist(), nodes.tolist(), strict=True))
+    def at(self, places: Seq[tuple[int, int]]) -> tuple[Tensor, Controls]:
+        """Logits [A, V] after (sequence, node) places, and the controls that apply there."""
         rows = [
             Row(
                 self.seqs[b].params,
@@ -121,19 +132,19 @@ class _Places:
         index = [self.first_rows[b] + 1 + node for b, node in places]
         return self.logits[index], controls(rows, self.logits.device)
 
-    def addresses(self, which: Tensor, nodes: Tensor) -> list[Address]:
-        """The noise of the positions after those nodes."""
+    def addresses(self, places: Seq[tuple[int, int]]) -> list[Address]:
+        """The noise of the positions after those places."""
         return [
             Address(
                 self.seqs[b].key,
                 Stream.TARGET,
                 len(self.seqs[b].tokens) + len(_path_tokens(self.drafts[b], node)),
             )
-            for b, node in zip(which.tolist(), nodes.tolist(), strict=True)
+            for b, node in places
         ]
 
 
-def _pad(drafts: Seq[Draft], device: torch.device, *, with_q: bool) -> DraftBatch:
+def _pad(drafts: Seq[Draft], device: torch.device) -> DraftBatch:
     longest = max((len(draft) for draft in drafts), default=0)
 
     def padded(values: list[int]) -> list[int]:
@@ -144,7 +155,7 @@ def _pad(drafts: Seq[Draft], device: torch.device, *, with_q: bool) -> DraftBatc
     both = torch.tensor([tokens, parents], dtype=torch.int64, device=device)
     q = None
     given = [draft.probs for draft in drafts if draft.probs is not None]
-    if with_q and given:
+    if given:
         q = torch.zeros(len(drafts), longest, given[0].shape[-1], device=device)
         for b, draft in enumerate(drafts):
             if draft.probs is not None:

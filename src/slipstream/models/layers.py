@@ -250,8 +250,16 @@ class CausalLM(nn.Module):
         return isinstance(self.model.embed_tokens.weight, kernels.PackedWeight)
 
     @property
+    def num_weights(self) -> int:
+        """How many weights there are, those of a tied head counted once."""
+        return sum(weight.numel() for weight in self._weights())
+
+    @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, those of a tied head counted once."""
-        weights = (getattr(module, "weight", None) for module in self.modules())
-        packed = {id(w): w.nbytes for w in weights if isinstance(w, kernels.PackedWeight)}
-        return sum(packed.values()) + sum(tensor.nbytes for tensor in self.parameters())
+        """Bytes of them all."""
+        return sum(weight.nbytes for weight in self._weights())
+
+    def _weights(self) -> list[kernels.Weight]:
+        matrices = [getattr(module, "weight", None) for module in self.modules()]
+        packed = [matrix for matrix in matrices if isinstance(matrix, kernels.PackedWeight)]
+        return [*packed, *self.parameters()]

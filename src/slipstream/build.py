@@ -1,5 +1,6 @@
 """From a model's name and settings to a wired engine. The only file that knows concrete classes."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from slipstream.loading.chat import ChatTemplate
 from slipstream.loading.directory import ModelDirectory
 from slipstream.loading.gguf import GGUFFile
 from slipstream.loading.pull import cache_dir, resolve
+from slipstream.loading.quantize import quantized
 from slipstream.loading.tokenizer import Tokenizer
 from slipstream.loading.weights import StoredTensor, can_pack, load_model
 from slipstream.models import CausalLM
@@ -55,6 +57,13 @@ class LoadedModel:
     model: CausalLM
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+
+    @property
+    def description(self) -> str:
+        """What computes, in a line: "packed weights, avx512 kernels, grade bitwise"."""
+        model = self.model
+        kernels = f"{native.describe()} kernels" if model.is_packed else f"torch on {model.device}"
+        return f"{model.kind} weights, {kernels}, grade {model.grade}"
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -82,6 +91,12 @@ def choose_dtype(
     if name in ("auto", "packed"):
         if device.type == "cpu" and _has_native_kernels() and can_pack(config, tensors):
             return None
+        if device.type == "cpu" and native.is_missing():
+            warnings.warn(
+                "this installation has no native kernels, so torch computes, several times slower; "
+                "install a C++ compiler and reinstall slipstream",
+                stacklevel=2,
+            )
         if name == "packed":
             raise ConfigError(
                 "dtype packed needs a CPU, the native kernels, and weights they have a format for; "
@@ -109,13 +124,19 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 
 def load(
-    name: str, *, device: str = "auto", dtype: str = "auto", quiet: bool = False
+    name: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: str | None = None,
+    quiet: bool = False,
 ) -> LoadedModel:
     """Find a model, download it if need be, and load it.
 
     Args:
         name: an alias, a path, or `hf:org/repo[/file]`.
         device, dtype: see `choose_device`, `choose_dtype`.
+        quantize: "int8" or "int4" for float weights (`loading.quantize`); a change of the model.
         quiet: no progress bars.
 
     Raises:
@@ -136,6 +157,8 @@ def load(
             f"{checkpoint.config.vocab_size}; they do not belong together"
         )
     config, tensors = checkpoint.config, checkpoint.tensors
+    if quantize is not None:
+        tensors = quantized(tensors, quantize)
     kind = choose_dtype(dtype, where, config, tensors)
     model = load_model(config, tensors, dtype=kind, device=where, quiet=quiet)
     return LoadedModel(name, path, model, tokenizer, ChatTemplate.of(tokenizer))

@@ -36,7 +36,9 @@ class LLM:
     Args:
         model: alias (`slipstream models`), path, or `hf:org/repo[/file]`.
         device: auto, cpu or cuda.
-        dtype: auto, float32, bfloat16 or float16, for weights and K/V.
+        dtype: auto, packed, float32, bfloat16 or float16, for weights and what they meet. Packed
+            weights keep the types of their checkpoint; auto packs on a CPU with native kernels.
+        quantize: int8 or int4, for weights that are floats; a change of the target.
         threads: CPU threads; None leaves torch's choice.
         quiet: no progress bars.
         speculative_config: how to speculate, as vLLM's dictionary (`SpeculativeConfig`); the
@@ -50,6 +52,7 @@ class LLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        quantize: str | None = None,
         threads: int | None = None,
         quiet: bool = False,
         speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None,
@@ -71,7 +74,7 @@ class LLM:
             ) from None
         self.quiet = quiet
         self.dtype = dtype
-        self.loaded = load(model, device=device, dtype=dtype, quiet=quiet)
+        self.loaded = load(model, device=device, dtype=dtype, quantize=quantize, quiet=quiet)
         self._drafts: dict[str, LoadedModel] = {}
         self._mail: dict[str, deque[Delta]] = {}  # open streams -> what they have not read
         self.engine = self.another_engine(speculative_config)

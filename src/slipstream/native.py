@@ -49,6 +49,11 @@ def is_available() -> bool:
     return module() is not None
 
 
+def is_missing() -> bool:
+    """Whether they are not there although nobody chose to do without them."""
+    return module() is None and os.environ.get(VARIABLE, "auto") != "torch"
+
+
 def describe() -> str:
     """What computes on a CPU, for people: "avx512", or "torch"."""
     native = module()

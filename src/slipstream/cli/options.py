@@ -62,7 +62,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--device", default="auto", metavar="D", help="auto, cpu or cuda")
     group.add_argument(
-        "--dtype", default="auto", metavar="D", help="auto, float32, bfloat16 or float16"
+        "--dtype",
+        default="auto",
+        metavar="D",
+        help="auto, packed (weights as stored, native kernels), float32, bfloat16 or float16",
+    )
+    group.add_argument(
+        "--quantize", metavar="Q", help="int8 or int4, for float weights; changes the target"
     )
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     group.add_argument("--max-num-seqs", type=int, default=64, metavar="N")
@@ -74,6 +80,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         type=_memory,
         metavar="SIZE",
         help="for K/V, such as 512M or 2G (default: a quarter of free memory)",
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        metavar="D",
+        help="auto, float32, float16 or bfloat16 (default: float16 beside packed weights)",
     )
     group.add_argument("--no-prefix-caching", action="store_true")
 
@@ -95,22 +107,29 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 
 
 def make_llm(args: argparse.Namespace) -> "LLM":
+    """Load what the flags say, and tell people what computes and how equal its answers are."""
     from slipstream.llm import LLM
 
-    return LLM(
+    quiet = args.quiet or not sys.stderr.isatty()
+    llm = LLM(
         args.model,
         device=args.device,
         dtype=args.dtype,
+        quantize=args.quantize,
         threads=args.threads,
-        quiet=args.quiet or not sys.stderr.isatty(),
+        quiet=quiet,
         speculative_config=speculative_config(args),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=args.max_model_len,
         block_size=args.block_size,
         kv_cache_memory=args.kv_cache_memory,
+        kv_cache_dtype=args.kv_cache_dtype,
         prefix_caching=not args.no_prefix_caching,
     )
+    if not quiet:
+        print(f"{args.model}: {llm.loaded.description}", file=sys.stderr)
+    return llm
 
 
 def sampling_params(args: argparse.Namespace) -> "SamplingParams":

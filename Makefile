@@ -10,6 +10,9 @@ demo: .venv/ready
 
 test: .venv/ready lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
+	# What installations without native kernels run.
+	OMP_NUM_THREADS=1 SLIPSTREAM_KERNELS=torch $(BIN)/pytest -n auto -m "not weights" \
+	  tests/unit/models tests/unit/kernels tests/e2e/test_engine_equals_reference.py
 
 lint: .venv/ready
 	$(BIN)/ruff check

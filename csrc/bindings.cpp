@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -15,6 +16,7 @@
 #include "kernels.h"
 #include "pack.h"
 #include "program.h"
+#include "sample.h"
 #include "threads.h"
 
 namespace nb = nanobind;
@@ -37,7 +39,8 @@ std::vector<Isa> all_isas() {
   std::vector<Isa> isas;
 #if SLIPSTREAM_X86
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+                    __builtin_cpu_supports("bmi2");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vnni");
@@ -52,7 +55,7 @@ std::vector<Isa> all_isas() {
 // What runs: the best instruction set, or one asked for, and the threads.
 struct Machine {
   const Kernels* kernels = nullptr;
-  std::unique_ptr<Team> team = std::make_unique<Team>(1);
+  std::shared_ptr<Team> team = std::make_shared<Team>(1);  // a run keeps the one it began with
 };
 
 Machine& machine() {
@@ -83,15 +86,21 @@ void use_isa(const std::string& name) {
 
 void use_threads(int count) {
   if (count < 1) throw std::invalid_argument("at least one thread is needed");
-  if (count != machine().team->size()) machine().team = std::make_unique<Team>(count);
+  if (count != machine().team->size()) machine().team = std::make_shared<Team>(count);
 }
 
 void require(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(message);
 }
 
+void require_whole(Format format, int64_t columns) {
+  const int64_t whole = with_layout(format, [](auto layout) -> int64_t { return decltype(layout)::columns; });
+  require(columns % whole == 0, "columns do not fill whole blocks");
+}
+
 void pack_rows(int format, Array<const uint8_t, nb::ndim<2>> stored, Longs order, int64_t columns, RawBytes packed) {
   Format kind = (Format)format;
+  require_whole(kind, columns);
   require(stored.shape(1) == (size_t)stored_row_bytes(kind, columns), "rows of another length");
   require(packed.size() == (size_t)packed_bytes(kind, (int64_t)order.size(), columns), "packed has another size");
   for (size_t i = 0; i < order.size(); ++i)
@@ -101,14 +110,53 @@ void pack_rows(int format, Array<const uint8_t, nb::ndim<2>> stored, Longs order
 }
 
 void unpack_rows(int format, RawBytes packed, Longs rows, Floats out) {
-  require(rows.size() == out.shape(0), "as many rows as are asked for");
-  nb::gil_scoped_release release;
   const int64_t columns = (int64_t)out.shape(1);
-  machine().team->run([&](int thread) {
-    const int64_t count = (int64_t)rows.size(), size = machine().team->size();
+  require_whole((Format)format, columns);
+  require(rows.size() == out.shape(0), "as many rows as are asked for");
+  for (size_t i = 0; i < rows.size(); ++i)
+    require(rows.data()[i] >= 0 && (int64_t)packed.size() >= packed_bytes((Format)format, rows.data()[i] + 1, columns),
+            "a row that is not there");
+  const std::shared_ptr<Team> team = machine().team;
+  nb::gil_scoped_release release;
+  team->run([&](int thread) {
+    const int64_t count = (int64_t)rows.size(), size = team->size();
     for (int64_t i = count * thread / size; i < count * (thread + 1) / size; ++i)
       unpack_row((Format)format, packed.data(), rows.data()[i], columns, out.data() + i * columns);
   });
+}
+
+using NoiseWords = Array<const int64_t, nb::shape<-1, 5>>;  // seed, branch, position, stream, origin
+
+std::vector<NoiseRow> noise_rows(const NoiseWords& words, int64_t rows) {
+  require((int64_t)words.shape(0) == rows, "as many rows of noise as of scores");
+  std::vector<NoiseRow> out;
+  for (const int64_t* w = words.data(); w < words.data() + 5 * rows; w += 5)
+    out.push_back({(uint64_t)w[0], (uint64_t)w[1], (uint64_t)w[2], (uint64_t)w[3], (uint64_t)w[4]});
+  return out;
+}
+
+bool race_rows(Array<const float, nb::ndim<2>> scores, Array<const float, nb::ndim<1>> temperature, NoiseWords words,
+               Array<int64_t, nb::ndim<2>> tokens) {
+  const int64_t rows = (int64_t)scores.shape(0), count = (int64_t)tokens.shape(1);
+  const std::vector<NoiseRow> noise = noise_rows(words, rows);
+  require((int64_t)temperature.size() == rows && (int64_t)tokens.shape(0) == rows,
+          "as many temperatures and rows of tokens as of scores");
+  require(count > 0 && count <= (int64_t)scores.shape(1), "more finishers than tokens, or none");
+  for (int64_t row = 0; row < rows; ++row)
+    require(temperature.data()[row] > 0.0f || (temperature.data()[row] == 0.0f && count == 1),
+            "temperature 0 has one finisher, and none is below");
+  const std::shared_ptr<Team> team = machine().team;
+  const Kernels& kernels = *machine().kernels;
+  nb::gil_scoped_release release;
+  return race(*team, kernels, {scores.data(), temperature.data(), noise.data(), rows, (int64_t)scores.shape(1), count},
+              tokens.data());
+}
+
+void uniform_rows(NoiseWords words, Floats out) {
+  const std::vector<NoiseRow> noise = noise_rows(words, (int64_t)out.shape(0));
+  const std::shared_ptr<Team> team = machine().team;
+  nb::gil_scoped_release release;
+  uniforms(*team, noise.data(), (int64_t)out.shape(0), (int64_t)out.shape(1), out.data());
 }
 
 using PartTuple = std::tuple<int, RawBytes, int64_t>;  // format, packed, rows
@@ -118,6 +166,7 @@ View view(const ViewTuple& v) { return {std::get<0>(v), std::get<1>(v)}; }
 
 Part part(const PartTuple& p, int64_t columns) {
   Part out{(Format)std::get<0>(p), std::get<1>(p).data(), std::get<2>(p)};
+  require_whole(out.format, columns);
   require(std::get<1>(p).size() == (size_t)packed_bytes(out.format, out.rows, columns), "packed weights of another size");
   return out;
 }
@@ -125,6 +174,7 @@ Part part(const PartTuple& p, int64_t columns) {
 // Keeps alive what the operations point to.
 struct PyProgram {
   Program program;
+  int64_t num_ids = 0;  // rows of the embedding
   std::vector<RawBytes> packed;
   std::vector<Array<const float, nb::ndim<1>>> vectors;
 
@@ -147,13 +197,20 @@ void run(PyProgram& self, int64_t rows, std::optional<Longs> ids, std::optional<
          std::optional<Array<const float, nb::ndim<2>>> hidden, std::vector<Floats> outputs) {
   Input input{};
   input.rows = rows;
-  auto checked = [&](const std::optional<Longs>& x) {
+  const bool has_pool = pool.ndim() == 6;
+  const int64_t num_blocks = has_pool ? (int64_t)pool.shape(2) : 0, block_size = has_pool ? (int64_t)pool.shape(3) : 1;
+  auto within = [](const Longs& x, int64_t limit) {
+    return std::all_of(x.data(), x.data() + x.size(), [&](int64_t i) { return i >= 0 && i < limit; });
+  };
+  auto checked = [&](const std::optional<Longs>& x, int64_t limit) {
     require(!x || (int64_t)x->size() == rows, "as many ids, positions and slots as rows");
+    require(!x || within(*x, limit), "an id, position or slot is out of range");
     return x ? x->data() : nullptr;
   };
-  input.ids = checked(ids);
-  input.positions = checked(positions);
-  input.slots = checked(slots);
+  input.ids = checked(ids, self.num_ids);
+  input.positions = checked(positions, INT64_MAX);
+  input.slots = checked(slots, num_blocks * block_size);
+  require(within(tables, num_blocks), "a table names a block that is not there");
   if (hidden) {
     require((int64_t)hidden->shape(0) == rows, "as many hidden states as rows");
     input.hidden = hidden->data();
@@ -162,13 +219,15 @@ void run(PyProgram& self, int64_t rows, std::optional<Longs> ids, std::optional<
   for (size_t i = 0; i < spans.shape(0); ++i) {
     const int64_t* s = spans.data() + 5 * i;
     require(s[0] >= 0 && s[1] > 0 && s[0] + s[1] <= rows, "a span lies outside the batch");
-    require(s[4] >= 0 && s[4] <= (int64_t)tables.size(), "a table lies outside the tables");
+    const int64_t blocks = (s[2] + s[1] + block_size - 1) / block_size;
+    require(s[2] >= 0 && s[3] >= 0 && s[4] >= 0, "a span begins below zero");
+    require(s[4] + blocks <= (int64_t)tables.size(), "a table is shorter than its sequence");
     input.spans.push_back({s[0], s[1], s[2], s[3], seen, tables.data() + s[4]});
     seen += s[1] * s[3];
   }
   require(seen <= ancestors.data() + ancestors.size(), "too few ancestors");
-  if (pool.ndim() == 6) {
-    input.pages = {nullptr, nullptr, (Narrow)pool_kind, (int64_t)pool.shape(3), (int64_t)pool.shape(4), (int64_t)pool.shape(5)};
+  if (has_pool) {
+    input.pages = {nullptr, nullptr, (Narrow)pool_kind, block_size, (int64_t)pool.shape(4), (int64_t)pool.shape(5)};
     input.layer_bytes = (int64_t)(pool.nbytes() / pool.shape(0) / 2);
     input.pool = (uint8_t*)pool.data();
   }
@@ -177,8 +236,10 @@ void run(PyProgram& self, int64_t rows, std::optional<Longs> ids, std::optional<
     require((int64_t)out.shape(0) == rows, "an output has another number of rows");
     to.push_back(out.data());
   }
+  const std::shared_ptr<Team> team = machine().team;
+  const Kernels& kernels = *machine().kernels;
   nb::gil_scoped_release release;
-  self.program.run(*machine().team, *machine().kernels, input, to);
+  self.program.run(*team, kernels, input, to);
 }
 
 }  // namespace
@@ -194,6 +255,9 @@ NB_MODULE(_native, m) {
   m.def("use_large_pages", [](RawBytes data) { use_large_pages(data.data(), (int64_t)data.size()); });
   m.def("pack", &pack_rows);
   m.def("unpack", &unpack_rows);
+  m.def("race", &race_rows, nb::arg("scores"), nb::arg("temperature"), nb::arg("noise"), nb::arg("tokens"),
+        "False if a row of scores cannot be sampled.");
+  m.def("uniforms", &uniform_rows, nb::arg("noise"), nb::arg("out"));
 
   nb::class_<PyProgram>(m, "Program")
       .def(nb::init<>())
@@ -201,6 +265,7 @@ NB_MODULE(_native, m) {
       .def("codes", [](PyProgram& p, int64_t columns) { return p.program.codes(columns); })
       .def("angles", [](PyProgram& p, std::vector<float> frequencies) { return p.program.angles(std::move(frequencies)); })
       .def("embed", [](PyProgram& p, PartTuple table, int64_t columns, ViewTuple out) {
+        p.num_ids = std::get<2>(table);
         p.program.embed(p.keep(table, columns), columns, view(out));
       })
       .def("load", [](PyProgram& p, int64_t width, ViewTuple out) { p.program.load(width, view(out)); })

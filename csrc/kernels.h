@@ -55,6 +55,9 @@ constexpr int64_t kPartition = 512;
 // Most rows `attend` takes at once; they share the widened keys.
 constexpr int64_t kAttendRows = 8;
 
+struct NoiseRow;  // philox.h
+class Finishers;  // sample.h
+
 struct Kernels {
   const char* name;
 
@@ -92,6 +95,13 @@ struct Kernels {
 
   // Normalise a partial to its head's output.
   void (*finish)(const float* partial, int64_t head_dim, float* out);
+
+  // The largest of scores [begin, end) of a row; +inf if one is NaN.
+  float (*maximum)(const float* row, int64_t begin, int64_t end);
+
+  // Tokens [begin, end) run their race; begin is a multiple of 4, `best` the largest of the row.
+  void (*race)(const float* row, int64_t begin, int64_t end, float best, float temperature, const NoiseRow& noise,
+               Finishers& finishers);
 };
 
 // Scratch of linear_tile: a tile unpacked to bytes, with its scales and minima.

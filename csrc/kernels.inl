@@ -2,12 +2,14 @@
 // which has defined SIMD as the namespace of its lanes.
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstring>
 #include <type_traits>
 
 #include "floats.h"
 #include "kernels.h"
+#include "sample.h"
 
 namespace slipstream::SIMD {
 namespace {
@@ -246,8 +248,8 @@ void quantize(Rows x, const Activations& out, int64_t begin, int64_t end, int64_
       // Zero, or NaN where anything is not finite, which the scale then carries on.
       float taint = sum(mul(add(mul(a, zero()), mul(b, zero())), zero()));
       float scale = largest(max(abs(a), abs(b))) / 127.0f + taint;
-      F inverse = all(scale > 0.0f ? 1.0f / scale : 0.0f);
-      // A scale that is subnormal has an infinite inverse.
+      // A subnormal scale may have no inverse: too small to count, such a group is all zeros.
+      F inverse = all(scale >= FLT_MIN ? 1.0f / scale : 0.0f);
       I first = to_int(max(min(mul(a, inverse), all(127.0f)), all(-127.0f)));
       I second = to_int(max(min(mul(b, inverse), all(127.0f)), all(-127.0f)));
       store_i8(codes, first);
@@ -355,22 +357,6 @@ void narrow(const float* x, int64_t width, Narrow kind, void* out) {
   }
 }
 
-void widen(const void* page, Narrow kind, int64_t offset, int64_t width, float* out) {
-  int64_t i = 0;
-  if (kind == Narrow::f32) {
-    std::memcpy(out, (const float*)page + offset, (size_t)width * 4);
-    return;
-  }
-  const uint16_t* in = (const uint16_t*)page + offset;
-  if (kind == Narrow::f16) {
-    for (; i + 16 <= width; i += 16) store(out + i, load_f16(in + i));
-    for (; i < width; ++i) out[i] = from_f16(in[i]);
-  } else {
-    for (; i + 16 <= width; i += 16) store(out + i, load_bf16(in + i));
-    for (; i < width; ++i) out[i] = from_bf16(in[i]);
-  }
-}
-
 // A tile is 16 keys in order of position; which of them a row sees are the bits of a mask.
 constexpr int64_t kTile = 16;
 
@@ -379,83 +365,146 @@ struct TileFloats {
   float* values;  // [16, head_dim]
 };
 
-void load_tile(const Pages& pages, const int64_t* slots, uint32_t present, int64_t kv_head, TileFloats out) {
-  int64_t d = pages.head_dim;
-  for (int j = 0; j < kTile; ++j) {
-    // Absent keys are never looked at, but a product with garbage would be.
-    if (!(present >> j & 1)) {
-      std::memset(out.keys + j * d, 0, (size_t)d * 4);
-      continue;
-    }
-    int64_t offset = (slots[j] * pages.num_kv_heads + kv_head) * d;
-    widen(pages.keys, pages.kind, offset, d, out.keys + j * d);
-    widen(pages.values, pages.kind, offset, d, out.values + j * d);
+template <Narrow kind>
+inline void widen_head(const void* page, int64_t offset, int64_t width, float* out) {
+  int64_t i = 0;
+  for (; i + 16 <= width; i += 16) {
+    if constexpr (kind == Narrow::f32) store(out + i, load((const float*)page + offset + i));
+    else if constexpr (kind == Narrow::f16) store(out + i, load_f16((const uint16_t*)page + offset + i));
+    else store(out + i, load_bf16((const uint16_t*)page + offset + i));
+  }
+  for (; i < width; ++i) {
+    if constexpr (kind == Narrow::f32) out[i] = ((const float*)page)[offset + i];
+    else if constexpr (kind == Narrow::f16) out[i] = from_f16(((const uint16_t*)page)[offset + i]);
+    else out[i] = from_bf16(((const uint16_t*)page)[offset + i]);
   }
 }
 
-// One query's softmax goes on over a tile. state: maximum, sum, head_dim weighted values.
-void attend_tile(const float* q, TileFloats tile, uint32_t visible, int64_t d, float scale, float* state) {
-  F products[kTile];
-  int64_t whole = d / 16 * 16;
+template <Narrow kind>
+void load_tile_as(const Pages& pages, const int64_t* slots, uint32_t present, int64_t kv_head, TileFloats out) {
+  const int64_t d = pages.head_dim;
   for (int j = 0; j < kTile; ++j) {
-    const float* key = tile.keys + j * d;
-    F a = zero(), b = zero();
-    int64_t i = 0;
-    for (; i + 32 <= whole; i += 32) {
-      a = fma(load(q + i), load(key + i), a);
-      b = fma(load(q + i + 16), load(key + i + 16), b);
+    if (present >> j & 1) {
+      int64_t offset = (slots[j] * pages.num_kv_heads + kv_head) * d;
+      widen_head<kind>(pages.keys, offset, d, out.keys + j * d);
+      widen_head<kind>(pages.values, offset, d, out.values + j * d);
+    } else {
+      // Nobody looks at absent values, but a product with whatever the keys were would be garbage.
+      std::memset(out.keys + j * d, 0, (size_t)d * 4);
     }
-    if (i < whole) a = fma(load(q + i), load(key + i), a);
-    products[j] = add(a, b);
   }
-  alignas(64) float logits[kTile];
-  F s = sums(products);
-  if (whole < d) {
-    store(logits, s);
-    for (int j = 0; j < kTile; ++j)
-      for (int64_t i = whole; i < d; ++i) logits[j] += q[i] * tile.keys[j * d + i];
-    s = load(logits);
-  }
-  s = mul(s, all(scale));
-  F hidden = all(-INFINITY);
-  float best = std::max(state[0], largest(select(visible, s, hidden)));
-  // Exponents are at most 0; a NaN among them must come through, and exp() would clamp it.
-  F shifted = sub(s, all(best));
-  F weights = add(exp(shifted), mul(shifted, zero()));
-  weights = select(visible, weights, zero());
-  alignas(64) float weight[kTile];
-  store(weight, weights);
-  float fade = std::exp(state[0] - best);  // 0 at the first tile
-  state[0] = best;
-  state[1] = state[1] * fade + sum(weights);
-  float* out = state + 2;
-  int64_t i = 0;
-  for (; i + 64 <= whole; i += 64) {
-    F acc[4];
-    for (int k = 0; k < 4; ++k) acc[k] = mul(load(out + i + 16 * k), all(fade));
-    for (uint32_t left = visible; left; left &= left - 1) {
-      int j = __builtin_ctz(left);
-      F w = all(weight[j]);
-      for (int k = 0; k < 4; ++k) acc[k] = fma(w, load(tile.values + j * d + i + 16 * k), acc[k]);
+}
+
+void load_tile(const Pages& pages, const int64_t* slots, uint32_t present, int64_t kv_head, TileFloats out) {
+  if (pages.kind == Narrow::f32) load_tile_as<Narrow::f32>(pages, slots, present, kv_head, out);
+  else if (pages.kind == Narrow::f16) load_tile_as<Narrow::f16>(pages, slots, present, kv_head, out);
+  else load_tile_as<Narrow::bf16>(pages, slots, present, kv_head, out);
+}
+
+// One query head at a tile: what it asks, which keys it sees, and how far its softmax has come
+// (state: maximum, sum, head_dim weighted values).
+struct Query {
+  const float* q;
+  float* state;
+  uint32_t visible;
+};
+constexpr int kQueries = 16;  // that go through a tile together
+
+// Products with the 16 keys. Chunks: head_dim / 16 where that is known, else 0.
+template <int Chunks>
+inline F tile_logits(const float* q, const float* keys, int64_t d) {
+  F products[kTile];
+  if constexpr (Chunks > 0) {
+    F query[Chunks];
+    for (int c = 0; c < Chunks; ++c) query[c] = load(q + 16 * c);
+    for (int j = 0; j < kTile; ++j, keys += 16 * Chunks) {
+      F a = mul(query[0], load(keys)), b = mul(query[1], load(keys + 16));
+      for (int c = 2; c < Chunks; c += 2) {
+        a = fma(query[c], load(keys + 16 * c), a);
+        b = fma(query[c + 1], load(keys + 16 * c + 16), b);
+      }
+      products[j] = add(a, b);
     }
-    for (int k = 0; k < 4; ++k) store(out + i + 16 * k, acc[k]);
+    return sums(products);
   }
-  for (; i < whole; i += 16) {
-    F acc = mul(load(out + i), all(fade));
-    for (uint32_t left = visible; left; left &= left - 1) {
-      int j = __builtin_ctz(left);
-      acc = fma(all(weight[j]), load(tile.values + j * d + i), acc);
+  const int64_t whole = d / 16 * 16;
+  for (int j = 0; j < kTile; ++j) {
+    F a = zero();
+    for (int64_t i = 0; i < whole; i += 16) a = fma(load(q + i), load(keys + j * d + i), a);
+    products[j] = a;
+  }
+  F logits = sums(products);
+  if (whole == d) return logits;
+  alignas(64) float rest[kTile];
+  store(rest, logits);
+  for (int j = 0; j < kTile; ++j)
+    for (int64_t i = whole; i < d; ++i) rest[j] += q[i] * keys[j * d + i];
+  return load(rest);
+}
+
+// out = out * fade + the visible values by their weights, in order.
+template <int Chunks>
+inline void add_values(const float* weights, uint32_t visible, const float* values, int64_t d, float fade, float* out) {
+  F acc[Chunks];
+  F f = all(fade);
+  for (int c = 0; c < Chunks; ++c) acc[c] = mul(load(out + 16 * c), f);
+  auto one = [&](int j) {
+    F w = all(weights[j]);
+    for (int c = 0; c < Chunks; ++c) acc[c] = fma(w, load(values + j * d + 16 * c), acc[c]);
+  };
+  if (visible == 0xffff) {
+    for (int j = 0; j < kTile; ++j) one(j);
+  } else {
+    for (uint32_t left = visible; left; left &= left - 1) one(__builtin_ctz(left));
+  }
+  for (int c = 0; c < Chunks; ++c) store(out + 16 * c, acc[c]);
+}
+
+// The softmaxes of some queries go on over a tile. One step for all queries before the next, so
+// that they do not wait for their own results.
+template <int Chunks>
+void attend_tile(const Query* queries, int count, TileFloats tile, int64_t d, float scale) {
+  alignas(64) float weights[kQueries][kTile];
+  float fades[kQueries];
+  for (int n = 0; n < count; ++n)
+    store(weights[n], mul(tile_logits<Chunks>(queries[n].q, tile.keys, d), all(scale)));
+  for (int n = 0; n < count; ++n) {
+    float* state = queries[n].state;
+    F s = load(weights[n]);
+    float best = std::max(state[0], largest(select(queries[n].visible, s, all(-INFINITY))));
+    // Exponents are at most 0; a NaN among them must come through, and exp() would clamp it.
+    F shifted = sub(s, all(best));
+    F w = select(queries[n].visible, add(exp(shifted), mul(shifted, zero())), zero());
+    store(weights[n], w);
+    // 0 at the first tile. Mostly the maximum stays, and multiplying by 1 would change nothing.
+    fades[n] = state[0] == best ? 1.0f : std::exp(state[0] - best);
+    state[0] = best;
+    state[1] = state[1] * fades[n] + sum(w);
+  }
+  for (int n = 0; n < count; ++n) {
+    float* out = queries[n].state + 2;
+    const uint32_t visible = queries[n].visible;
+    if constexpr (Chunks > 0) {
+      add_values<Chunks>(weights[n], visible, tile.values, d, fades[n], out);
+    } else {
+      int64_t i = 0;
+      for (; i + 16 <= d; i += 16) add_values<1>(weights[n], visible, tile.values + i, d, fades[n], out + i);
+      for (; i < d; ++i) {
+        float acc = out[i] * fades[n];
+        for (uint32_t left = visible; left; left &= left - 1) {
+          int j = __builtin_ctz(left);
+          acc += weights[n][j] * tile.values[j * d + i];
+        }
+        out[i] = acc;
+      }
     }
-    store(out + i, acc);
   }
-  for (; i < d; ++i) {
-    float acc = out[i] * fade;
-    for (uint32_t left = visible; left; left &= left - 1) {
-      int j = __builtin_ctz(left);
-      acc += weight[j] * tile.values[j * d + i];
-    }
-    out[i] = acc;
-  }
+}
+
+void attend_tile(const Query* queries, int count, TileFloats tile, int64_t d, float scale) {
+  if (d == 64) attend_tile<4>(queries, count, tile, d, scale);
+  else if (d == 128) attend_tile<8>(queries, count, tile, d, scale);
+  else attend_tile<0>(queries, count, tile, d, scale);
 }
 
 void clear(float* state, int64_t d) {
@@ -492,6 +541,7 @@ void attend(const AttentionSpan& span, const Pages& pages, const AttentionShape&
     for (int64_t i = 0; i < span.num_masked; ++i) count += span.ancestors[row * span.num_masked + i];
     return count;
   };
+  const bool is_aligned = pages.block_size % kTile == 0;
   // Slot of the key at a position on the path of `row`.
   auto slot = [&](int64_t row, int64_t position) {
     int64_t key = position;
@@ -525,21 +575,36 @@ void attend(const AttentionSpan& span, const Pages& pages, const AttentionShape&
     for (int64_t start = part * kPartition; start < stop; start += kTile) {
       const bool shared = !span.num_masked || start + kTile <= common;
       bool loaded = false;
+      Query queries[kQueries];
+      int count = 0;
+      auto flush = [&] {
+        attend_tile(queries, count, tile, d, shape.scale);
+        count = 0;
+      };
       for (int64_t row = begin; row < end; ++row) {
         uint32_t bits = visible(start, counts[row - begin]);
         if (!bits) continue;
         if (!shared || !loaded) {
+          flush();
           uint32_t present = bits;
           for (int64_t r = 0; shared && r < end - begin; ++r) present |= visible(start, counts[r]);
-          for (int j = 0; j < kTile; ++j)
-            if (present >> j & 1) slots[j] = slot(row, start + j);
+          if (shared && is_aligned) {
+            slots[0] = span.table[start / pages.block_size] * pages.block_size + start % pages.block_size;
+            for (int j = 1; j < kTile; ++j) slots[j] = slots[0] + j;
+          } else {
+            for (int j = 0; j < kTile; ++j)
+              if (present >> j & 1) slots[j] = slot(row, start + j);
+          }
           load_tile(pages, slots, present, kv_head, tile);
           loaded = true;
         }
-        for (int64_t h = 0; h < heads; ++h)
-          attend_tile(q.row(span.first_row + row) + (kv_head * heads + h) * d, tile, bits, d, shape.scale,
-                      state + ((row - begin) * heads + h) * size);
+        for (int64_t h = 0; h < heads; ++h) {
+          queries[count++] = {q.row(span.first_row + row) + (kv_head * heads + h) * d,
+                              state + ((row - begin) * heads + h) * size, bits};
+          if (count == kQueries) flush();
+        }
       }
+      flush();
     }
     for (int64_t row = begin; row < end; ++row)
       for (int64_t h = 0; h < heads; ++h)
@@ -547,9 +612,13 @@ void attend(const AttentionSpan& span, const Pages& pages, const AttentionShape&
   }
 }
 
+// ---------------------------------------------------------------- sampling
+
+#include "sample.inl"
+
 }  // namespace
 
-const Kernels kernels = {kName,     quantize, linear_tile, float_tile, rms_norm, rotate, gated,
-                         add_rows, scale_rows, narrow,     attend,     merge,    finish};
+const Kernels kernels = {kName,      quantize, linear_tile, float_tile, rms_norm, rotate,  gated, add_rows,
+                         scale_rows, narrow,   attend,      merge,      finish,   maximum, race};
 
 }  // namespace slipstream::SIMD

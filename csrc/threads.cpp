@@ -13,13 +13,15 @@ namespace slipstream {
 namespace {
 
 // Of a barrier, before it yields: about a millisecond. To yield sooner gives the core away for
-// several whenever anybody else wants it, however low its priority.
-constexpr int kSpins = 20000;
+// several whenever anybody else wants it, however low its priority. Where there are more threads
+// than cores the one that is waited for needs the core.
+constexpr int kSpins = 20000, kCrowdedSpins = 50;
 constexpr auto kAwake = std::chrono::microseconds(300);  // how long an idle thread looks for work
 
 }  // namespace
 
-Team::Team(int size) : size_(size) {
+Team::Team(int size)
+    : size_(size), spins_(size <= (int)std::thread::hardware_concurrency() ? kSpins : kCrowdedSpins) {
   for (int i = 1; i < size; ++i) threads_.emplace_back([this, i] { work(i); });
 }
 
@@ -72,7 +74,7 @@ void Team::barrier() {
     return;
   }
   for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
-    if (spins < kSpins) SLIPSTREAM_PAUSE();
+    if (spins < spins_) SLIPSTREAM_PAUSE();
     else std::this_thread::yield();
   }
 }

@@ -30,7 +30,7 @@ class Team {
  private:
   void work(int index);
 
-  const int size_;
+  const int size_, spins_;
   std::vector<std::thread> threads_;
   std::mutex callers_, sleepers_;
   std::condition_variable wake_;

@@ -1,6 +1,9 @@
 """Shared by all tests. Tiny models are in `tiny.py`; real ones come from the cache."""
 
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,15 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream import native
 from slipstream.loading.pull import cached
+
+if _sanitized := os.environ.get("SLIPSTREAM_SANITIZED"):
+    # Another build of the extension; `.ci/sanitize` says which.
+    _spec = spec_from_file_location("slipstream._native", _sanitized)
+    assert _spec is not None and _spec.loader is not None, _sanitized
+    sys.modules[_spec.name] = module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules[_spec.name])
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
@@ -36,6 +47,18 @@ def device() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return torch.device("cuda")
+
+
+@pytest.fixture(params=native.load().isas() if native.is_available() else ["torch"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test on every instruction set of this machine; skips without native kernels."""
+    if not native.is_available():
+        pytest.skip("no native kernels here")
+    module = native.load()
+    before = module.isa()
+    module.use_isa(request.param)
+    yield request.param
+    module.use_isa(before)
 
 
 @pytest.fixture(scope="session")

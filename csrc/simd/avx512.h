@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace slipstream::avx512 {
 
@@ -58,7 +59,9 @@ inline Bytes low_nibbles(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(
 inline Bytes high_nibbles(Bytes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 // Bit 4 of byte i from bit i of the 8 bytes at p.
 inline Bytes with_fifth_bit(Bytes x, const uint8_t* p) {
-  return _mm512_mask_add_epi8(x, *(const __mmask64*)p, x, _mm512_set1_epi8(16));
+  __mmask64 bits;
+  std::memcpy(&bits, p, 8);
+  return _mm512_mask_add_epi8(x, bits, x, _mm512_set1_epi8(16));
 }
 // Bits 4 and 5 of every byte from bits `Shift` and `Shift + 1` of high's.
 template <int Shift>
@@ -69,7 +72,9 @@ inline Bytes with_two_bits(Bytes x, Bytes high) {
 // acc + the dot product of each lane's 4 unsigned bytes with the 4 signed bytes at `quad`.
 template <bool Wide>
 inline I dot(I acc, Bytes w, const int8_t* quad) {
-  return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(*(const int32_t*)quad));
+  int32_t four;
+  std::memcpy(&four, quad, 4);
+  return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(four));
 }
 
 // Lane j of the result is the sum over x[j], added up in one fixed order.

@@ -21,9 +21,26 @@ inline F all(float x) { F r; SLIPSTREAM_LANES r.v[i] = x; return r; }
 inline F zero() { return all(0.0f); }
 inline F load(const float* p) { F r; std::memcpy(r.v, p, 64); return r; }
 inline void store(float* p, F x) { std::memcpy(p, x.v, 64); }
-inline F load_f16(const uint16_t* p) { F r; SLIPSTREAM_LANES r.v[i] = from_f16(p[i]); return r; }
-inline F load_bf16(const uint16_t* p) { F r; SLIPSTREAM_LANES r.v[i] = from_bf16(p[i]); return r; }
-inline void store_f16(uint16_t* p, F x) { SLIPSTREAM_LANES p[i] = to_f16(x.v[i]); }
+// Addresses need not be aligned, so lanes are copied.
+inline F load_f16(const uint16_t* p) {
+  uint16_t h[16];
+  std::memcpy(h, p, 32);
+  F r;
+  SLIPSTREAM_LANES r.v[i] = from_f16(h[i]);
+  return r;
+}
+inline F load_bf16(const uint16_t* p) {
+  uint16_t h[16];
+  std::memcpy(h, p, 32);
+  F r;
+  SLIPSTREAM_LANES r.v[i] = from_bf16(h[i]);
+  return r;
+}
+inline void store_f16(uint16_t* p, F x) {
+  uint16_t h[16];
+  SLIPSTREAM_LANES h[i] = to_f16(x.v[i]);
+  std::memcpy(p, h, 32);
+}
 inline F load_u8(const uint8_t* p) { F r; SLIPSTREAM_LANES r.v[i] = p[i]; return r; }
 inline F load_i8(const int8_t* p) { F r; SLIPSTREAM_LANES r.v[i] = p[i]; return r; }
 inline void store_i8(int8_t* p, I x) { SLIPSTREAM_LANES p[i] = (int8_t)x.v[i]; }

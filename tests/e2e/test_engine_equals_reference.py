@@ -10,56 +10,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engines import EOS, SETTINGS, engine_for, prompts, requests, run
 from slipstream import reference
 from slipstream.build import build_engine
-from slipstream.check.tiny import loaded, tiny_model
+from slipstream.check.tiny import tiny_model
 from slipstream.core.config import EngineConfig
 from slipstream.core.params import SamplingParams
 from slipstream.drafters.synthetic import SyntheticDrafter
 from slipstream.engine.controller import FixedController
-from slipstream.engine.engine import Engine
-
-EOS = frozenset({0})
-SETTINGS = {
-    "greedy": SamplingParams(temperature=0),
-    "sampled": SamplingParams(temperature=1.0, seed=11),
-    "cold": SamplingParams(temperature=1e-4, seed=12),
-    "truncated": SamplingParams(temperature=1.3, top_k=9, top_p=0.9, min_p=0.02, seed=2**64 - 1),
-    "penalised": SamplingParams(
-        temperature=0.8,
-        repetition_penalty=1.3,
-        presence_penalty=0.4,
-        frequency_penalty=0.3,
-        logit_bias={3: 1.5, 4: -2.0},
-        min_tokens=6,
-        seed=13,
-    ),
-    "penalised greedy": SamplingParams(temperature=0, frequency_penalty=1.0, min_tokens=4),
-}
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_model("llama")
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of 1 to 40 tokens, half of them with a common beginning."""
-    source = random.Random(seed)
-    common = [source.randrange(1, 32) for _ in range(20)]
-    made = []
-    for i in range(count):
-        own = [source.randrange(1, 32) for _ in range(source.randint(1, 20))]
-        made.append(common + own if i % 2 else own)
-    return made
-
-
-def requests(count: int, max_tokens: int = 24) -> list[tuple[list[int], SamplingParams]]:
-    kinds = list(SETTINGS.values())
-    return [
-        (prompt, replace(kinds[i % len(kinds)], max_tokens=max_tokens - i % 5))
-        for i, prompt in enumerate(prompts(count))
-    ]
 
 
 def expected(model, prompt, params, branch=0) -> list[int]:
@@ -70,35 +33,6 @@ def expected(model, prompt, params, branch=0) -> list[int]:
         stop_ids=EOS if not params.ignore_eos else frozenset(),
         branch=branch,
         num_tokens=params.max_tokens,
-    )
-
-
-def run(engine: Engine, wanted, *, stagger: int = 0) -> list[list[int]]:
-    """Run requests to their end, adding one every `stagger` steps; check integrity all along."""
-    waiting = list(enumerate(wanted))
-    ids = {}
-    steps = 0
-    while waiting or engine.has_work:
-        while waiting and (stagger == 0 or steps >= len(ids) * stagger):
-            index, (prompt, params) = waiting.pop(0)
-            ids[index] = engine.add(prompt, params, request_id=f"r{index}")
-        engine.step()
-        engine.check_integrity()
-        steps += 1
-        assert steps < 5000, "the engine does not come to an end"
-    outputs = [engine.output(ids[i]).outputs[0].token_ids for i in range(len(wanted))]
-    blocks = engine.parts.scheduler.blocks
-    assert blocks.num_used == 0, "blocks leaked"
-    return outputs
-
-
-def engine_for(model, *, drafter=None, num_draft_tokens=0, **settings) -> Engine:
-    settings = {"kv_cache_memory": 2**22} | settings
-    return build_engine(
-        loaded(model, EOS),
-        EngineConfig(**settings),
-        drafter=drafter,
-        controller=FixedController(num_draft_tokens),
     )
 
 

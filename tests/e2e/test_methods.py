@@ -5,26 +5,16 @@ from dataclasses import replace
 
 import pytest
 
+from engines import EOS, METHODS
 from slipstream import reference
 from slipstream.build import build_engine
 from slipstream.check.tiny import loaded, tiny_model
 from slipstream.core.config import EngineConfig
 from slipstream.core.params import SamplingParams
-from slipstream.core.speculative import SpeculativeConfig, TreeConfig
+from slipstream.core.speculative import SpeculativeConfig
 from slipstream.engine.calibration import calibrated
 from slipstream.engine.costs import CostTable
 
-EOS = frozenset({0})
-TREE = TreeConfig(depth=3, topk=2, max_tokens=8)
-METHODS = {
-    "ngram": {"method": "ngram", "prompt_lookup_min": 1},
-    "suffix": {"method": "suffix"},
-    "suffix tree": {"method": "suffix", "tree": TREE},
-    "draft model": {"method": "draft_model", "model": "tiny"},
-    "draft tree": {"method": "draft_model", "model": "tiny", "tree": TREE},
-    "combined": {"method": "combined", "model": "tiny"},
-    "combined tree": {"method": "combined", "model": "tiny", "tree": TREE},
-}
 SETTINGS = (
     SamplingParams(temperature=0),
     SamplingParams(temperature=0.9, seed=5, top_k=12, min_p=0.01, logprobs=2),

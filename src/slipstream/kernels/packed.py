@@ -145,7 +145,8 @@ def rounded(x: Tensor) -> Tensor:
     """Activations [T, I] as the 8-bit codes of their groups stand for them."""
     groups = x.float().unflatten(-1, (-1, GROUP))
     scale = groups.abs().amax(-1, keepdim=True) / 127
-    inverse = torch.where(scale > 0, 1 / scale, 0)
+    # A subnormal scale may have no inverse: too small to count, such a group is all zeros.
+    inverse = torch.where(scale >= torch.finfo(scale.dtype).tiny, 1 / scale, 0)
     codes = (groups * inverse).clamp(-127, 127).round()
     return (codes * scale).flatten(-2)
 

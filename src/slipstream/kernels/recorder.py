@@ -114,6 +114,7 @@ class Recording:
         return self.emit("load", (), width)
 
     def linear(self, x: Symbol, weight: PackedWeight, bias: Tensor | None = None) -> Symbol:
+        assert x.is_whole, "codes are made of whole values"
         return self.emit("linear", (x,), weight.shape[0], weight=weight, bias=bias)
 
     def rms_norm(self, x: Symbol, weight: Tensor, eps: float) -> Symbol:

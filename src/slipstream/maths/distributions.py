@@ -10,6 +10,9 @@ is p. Temperature 0 is the limit: only the largest logit (the lowest token id am
 Sampling is the exponential race: with E(v) independent exponentials, argmin E(v) / p(v) has law p.
 It is evaluated as E(v) * exp(max score - score(v)), which needs no normalisation and cannot
 underflow: the most likely token has ratio 1 at any temperature, hopeless ones have infinity.
+
+On a CPU with the native kernels every race is run by one of them, which looks at the scores and
+leaves no noise in memory. Its tokens are those of the code below, but for times that round alike.
 """
 
 from collections.abc import Sequence
@@ -18,16 +21,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream import native
 from slipstream.maths.noise import (
+    SPARSE_SHARE,
     Address,
+    address_words,
     exponential,
     exponential_at,
     first_argmax,
     first_argmin,
 )
 
-# Below this share of possible tokens, noise is looked up for those tokens alone.
-_SPARSE_SHARE = 32
+_UNUSABLE = "logits contain NaN or +inf, or ban every token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,7 @@ class Edits:
         repetition: penalty on those.
         output_ids, output_counts: tokens of the output and how often each occurs. [O]
         presence, frequency: penalties on those.
+        allowed: which tokens are possible at all; None allows all. [V] bool
     """
 
     add_ids: Tensor | None = None
@@ -50,6 +56,7 @@ class Edits:
     output_counts: Tensor | None = None
     presence: float = 0.0
     frequency: float = 0.0
+    allowed: Tensor | None = None
 
     def apply_(self, row: Tensor) -> None:
         """Edit one row of logits [V] in place."""
@@ -62,6 +69,8 @@ class Edits:
             )
         if self.output_ids is not None and self.output_counts is not None:
             row[self.output_ids] -= self.presence + self.frequency * self.output_counts
+        if self.allowed is not None:
+            row.masked_fill_(~self.allowed, -torch.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,17 @@ class Controls:
     top_p: Tensor
     min_p: Tensor
     edits: dict[int, Edits]
+
+    def truncates(self, vocab_size: int) -> Tensor:
+        """Which rows have tokens taken away before they are sampled: [R] bool."""
+        limited = (self.top_k > 0) & (self.top_k < vocab_size)
+        return (self.temperature > 0) & (limited | (self.top_p < 1) | (self.min_p > 0))
+
+    def at(self, rows: Tensor) -> "Controls":
+        """The controls of some rows, without their edits."""
+        return Controls(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], {}
+        )
 
 
 def edited(logits: Tensor, controls: Controls) -> Tensor:
@@ -123,6 +143,8 @@ def probabilities(logits: Tensor, controls: Controls) -> Tensor:
 
 def sample(logits: Tensor, controls: Controls, addresses: Sequence[Address]) -> Tensor:
     """One token per row, [R] int64: row r of the distribution, decided by `addresses[r]`."""
+    if _has_kernel(logits):
+        return _sample(edited(logits, controls), controls, addresses)
     greedy = controls.temperature == 0
     if bool(greedy.all()):
         return first_argmax(_usable(edited(logits, controls)))
@@ -140,11 +162,13 @@ def finishers(weights: Tensor, addresses: Sequence[Address], count: int) -> Tens
     They are a sample without replacement from the softmax of `weights` [R, V]. Tokens of weight
     -inf never finish before possible ones.
     """
+    if _has_kernel(weights) and weights.dtype == torch.float32:
+        return _race(weights, torch.ones(len(weights)), addresses, count)[0]
     vocab_size = weights.shape[-1]
     num_possible = vocab_size
     if bool((weights.amin(-1) == -torch.inf).all()):  # truncated, so it may pay to count
         num_possible = int((weights > -torch.inf).sum(-1).max())
-    if num_possible >= count and num_possible * _SPARSE_SHARE < vocab_size:
+    if num_possible >= count and num_possible * SPARSE_SHARE < vocab_size:
         # In order of token id, so that equal times are resolved as on the dense path.
         tokens = weights.topk(num_possible, dim=-1).indices.sort(dim=-1).values
         noise = exponential_at(addresses, tokens)
@@ -152,9 +176,37 @@ def finishers(weights: Tensor, addresses: Sequence[Address], count: int) -> Tens
     return _first(weights, exponential(addresses, vocab_size, weights.device), count)
 
 
+def _has_kernel(rows: Tensor) -> bool:
+    return rows.device.type == "cpu" and native.is_available()
+
+
+def _sample(logits: Tensor, controls: Controls, addresses: Sequence[Address]) -> Tensor:
+    """`sample` of edited logits by the kernel, which is given what is not truncated as it is."""
+    temperature = controls.temperature
+    truncated = controls.truncates(logits.shape[-1])
+    if bool(truncated.any()):
+        rows = truncated.nonzero().flatten()
+        logits = logits.index_copy(0, rows, scores(logits[rows], controls.at(rows)))
+        temperature = temperature.masked_fill(truncated, 1.0)
+    tokens, is_usable = _race(logits, temperature, addresses, 1)
+    if not is_usable:
+        raise ValueError(_UNUSABLE)
+    return tokens.squeeze(-1)
+
+
+def _race(
+    logits: Tensor, temperature: Tensor, addresses: Sequence[Address], count: int
+) -> tuple[Tensor, bool]:
+    """The first `count` finishers of each row, and whether all rows have some possible token."""
+    tokens = torch.empty(len(logits), count, dtype=torch.int64)
+    words = address_words(addresses)
+    is_usable = native.load().race(logits.contiguous(), temperature.contiguous(), words, tokens)
+    return tokens, is_usable
+
+
 def _usable(logits: Tensor) -> Tensor:
     if not bool(torch.isfinite(logits.amax(-1)).all()):
-        raise ValueError("logits contain NaN or +inf, or ban every token")
+        raise ValueError(_UNUSABLE)
     return logits
 
 

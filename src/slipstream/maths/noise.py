@@ -10,15 +10,14 @@ SC 2011), the generator numpy ships, so that anyone can check a number by hand:
     counter  (1 + token // 4, position, stream, origin)
     output   four 64-bit words; the token takes word token % 4
 
-Whole vocabularies go through numpy's generator, scattered tokens and other devices through
-`philox`, the same function on tensors. Words become uniforms (k + 1/2) / 2**53, strictly between
-0 and 1, and -log1p(-u) turns those into exponentials whose small values, which decide races, keep
-full relative precision.
+Whole vocabularies go through the native kernels or numpy's generator, scattered tokens and other
+devices through `philox`, the same function on tensors. Words become uniforms (k + 1/2) / 2**53,
+strictly between 0 and 1, and -log1p(-u) turns those into exponentials whose small values, which
+decide races, keep full relative precision.
 """
 
 import secrets
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -26,9 +25,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream import native
+
 _MASK32 = 0xFFFFFFFF
 _MASK53 = (1 << 53) - 1
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24  # in float32
+
+# Races look noise up for possible tokens alone where these are less than 1 in so many; above that,
+# whole rows are faster.
+SPARSE_SHARE = 32
 
 
 class Stream(IntEnum):
@@ -97,28 +102,40 @@ class StepNoise:
     def accepts(self, seqs: Tensor, nodes: Tensor, p: Tensor, q: Tensor) -> Tensor:
         """u q < p: never for p = 0, always for p >= q, with no division."""
         places = self._places(Stream.ACCEPT, seqs, 0)
-        return _uniform(*places, nodes.unsqueeze(-1)).squeeze(-1) * q < p
+        return _uniform(places, nodes.unsqueeze(-1)).squeeze(-1) * q < p
 
     def recovers(self, seqs: Tensor, depths: Tensor | int, weights: Tensor) -> Tensor:
         """The race over unnormalised weights [A, V]."""
         places = self._places(Stream.RECOVER, seqs, depths)
-        noise = _exponential_rows(*places, weights.shape[-1])
-        # Relative to the largest, so that no possible token's time overflows before it counts.
-        return first_argmin(noise / (weights / weights.amax(-1, keepdim=True)))
+        num_possible = (weights > 0).sum(-1)
+        if len(weights) == 0 or bool((num_possible * SPARSE_SHARE >= weights.shape[-1]).any()):
+            return _winners(weights, _exponential_rows(places, weights.shape[-1]))
+        # In order of token id, so that equal times are resolved as in whole rows.
+        tokens = weights.topk(int(num_possible.max()), dim=-1).indices.sort(dim=-1).values
+        noise = _to_exponential(_uniform(places, tokens))
+        winners = _winners(weights.gather(-1, tokens), noise)
+        return tokens.gather(-1, winners.unsqueeze(-1)).squeeze(-1)
 
-    def _places(self, stream: Stream, seqs: Tensor, depths: Tensor | int) -> tuple[Tensor, Tensor]:
-        """Key words [A, 2] and address words [A, 3] of rows."""
-        origins = self._origins.to(seqs.device)[seqs]
-        words = torch.stack((origins + depths, torch.full_like(origins, stream), origins), dim=1)
-        return self._key_words.to(seqs.device)[seqs], words
+    def _places(self, stream: Stream, seqs: Tensor, depths: Tensor | int) -> Tensor:
+        """`address_words` of rows: [A, 5]."""
+        keys, origins = self._key_words.to(seqs.device)[seqs], self._origins.to(seqs.device)[seqs]
+        streams = torch.full_like(origins, stream)
+        return torch.stack((*keys.unbind(1), origins + depths, streams, origins), dim=1)
+
+
+def address_words(addresses: Sequence[Address]) -> Tensor:
+    """What Philox is evaluated on: (seed, branch, position, stream, origin), [R, 5] int64."""
+    words = [
+        (_signed(a.key.seed), a.key.branch, a.position, int(a.stream), a.origin) for a in addresses
+    ]
+    return torch.tensor(words, dtype=torch.int64).reshape(-1, 5)
 
 
 def exponential(
     addresses: Sequence[Address], vocab_size: int, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Exponential(1) noise of every token at each address: [R, V] float32."""
-    keys, words = _key_words([a.key for a in addresses]), _address_words(addresses)
-    return _exponential_rows(keys.to(device), words.to(device), vocab_size)
+    return _exponential_rows(address_words(addresses).to(device), vocab_size)
 
 
 def exponential_at(addresses: Sequence[Address], tokens: Tensor) -> Tensor:
@@ -128,8 +145,7 @@ def exponential_at(addresses: Sequence[Address], tokens: Tensor) -> Tensor:
 
 def uniform_at(addresses: Sequence[Address], tokens: Tensor) -> Tensor:
     """Uniform(0, 1) noise of the given `tokens` [R, K] at each address: [R, K] float64."""
-    keys, words = _key_words([a.key for a in addresses]), _address_words(addresses)
-    return _uniform(keys.to(tokens.device), words.to(tokens.device), tokens)
+    return _uniform(address_words(addresses).to(tokens.device), tokens)
 
 
 def first_argmin(rows: Tensor) -> Tensor:
@@ -176,56 +192,46 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
+def _winners(weights: Tensor, noise: Tensor) -> Tensor:
+    """First to finish under unnormalised weights [A, K]: [A] int64."""
+    # Relative to the largest, so that no possible token's time overflows before it counts.
+    return first_argmin(noise / (weights / weights.amax(-1, keepdim=True)))
+
+
 def _key_words(keys: Sequence[Key]) -> Tensor:
     """(seed, branch) of each key: [R, 2]."""
     words = [(_signed(key.seed), key.branch) for key in keys]
     return torch.tensor(words, dtype=torch.int64).reshape(-1, 2)
 
 
-def _address_words(addresses: Sequence[Address]) -> Tensor:
-    """(position, stream, origin) of each address: [R, 3]."""
-    words = [(a.position, int(a.stream), a.origin) for a in addresses]
-    return torch.tensor(words, dtype=torch.int64).reshape(-1, 3)
-
-
-def _words(keys: Tensor, places: Tensor, blocks: Tensor) -> Tensor:
-    """The four words of each block [R, K] of four tokens: [R, K, 4]."""
-    seed, branch = keys.unsqueeze(-1).unbind(1)
-    position, stream, origin = places.unsqueeze(-1).unbind(1)
+def _philox_words(places: Tensor, blocks: Tensor) -> Tensor:
+    """The four words of each block [R, K] of four tokens at `address_words` [R, 5]: [R, K, 4]."""
+    seed, branch, position, stream, origin = places.unsqueeze(-1).unbind(1)
     return torch.stack(philox((seed, branch), (blocks + 1, position, stream, origin)), dim=-1)
 
 
-def _uniform(keys: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-    words = _words(keys, places, tokens // 4)
+def _uniform(places: Tensor, tokens: Tensor) -> Tensor:
+    words = _philox_words(places, tokens // 4)
     return _to_uniform(words.gather(-1, (tokens % 4).unsqueeze(-1)).squeeze(-1))
 
 
-def _exponential_rows(keys: Tensor, places: Tensor, vocab_size: int) -> Tensor:
-    """Noise of whole rows: keys [R, 2] and address words [R, 3] -> [R, V] float32."""
+def _exponential_rows(places: Tensor, vocab_size: int) -> Tensor:
+    """Noise of whole rows at `address_words` [R, 5]: [R, V] float32."""
+    is_cpu = places.device.type == "cpu"
+    if is_cpu and native.is_available():
+        uniform = torch.empty(len(places), vocab_size)
+        native.load().uniforms(places, uniform)
+        return _to_exponential(uniform)
     # Below some size, setting up numpy's generator costs more than the row.
-    if keys.device.type != "cpu" or vocab_size <= 64:
-        blocks = torch.arange(-(-vocab_size // 4), device=keys.device).expand(len(keys), -1)
-        words = _words(keys, places, blocks).flatten(1)[:, :vocab_size]
+    if not is_cpu or vocab_size <= 64:
+        blocks = torch.arange(-(-vocab_size // 4), device=places.device).expand(len(places), -1)
+        words = _philox_words(places, blocks).flatten(1)[:, :vocab_size]
         return _to_exponential(_to_uniform(words))
-    uniform = torch.empty(len(keys), vocab_size, dtype=torch.float64)
-    key_rows = keys.numpy().view(np.uint64)
-    counters = np.concatenate((np.zeros((len(keys), 1), np.int64), places.numpy()), axis=1)
-    counter_rows = counters.view(np.uint64)
-
-    def fill(rows: range) -> None:
-        for row in rows:
-            # numpy advances the counter before the first block, hence the 1 + token // 4 above.
-            bits = np.random.Philox(key=key_rows[row], counter=counter_rows[row])
-            np.random.Generator(bits).random(out=uniform[row].numpy())
-
-    # numpy releases the interpreter lock while it fills a row; torch's own threads do the rest.
-    num_threads = min(torch.get_num_threads(), len(keys))
-    if num_threads < 2 or uniform.numel() < 2**18:
-        fill(range(len(keys)))
-    else:
-        with ThreadPoolExecutor(num_threads) as pool:
-            shares = [range(first, len(keys), num_threads) for first in range(num_threads)]
-            list(pool.map(fill, shares))
+    uniform = torch.empty(len(places), vocab_size, dtype=torch.float64)
+    for row, place in zip(uniform, places.numpy().view(np.uint64), strict=True):
+        # numpy advances the counter before the first block, hence the 1 + token // 4 above.
+        bits = np.random.Philox(key=place[:2], counter=np.pad(place[2:], (1, 0)))
+        np.random.Generator(bits).random(out=row.numpy())
     return _to_exponential(uniform.add_(2.0**-54))
 
 

@@ -284,6 +284,6 @@ def test_few_possible_tokens_race_as_among_many(
         possible = [(37 * row + 101 * i) % 500 for i in range(3 + row % 3)]
         weights[row, possible] = torch.tensor([0.0, -0.5, 0.0, -2.0, 0.0])[: len(possible)]
     sparse = finishers(weights, at(100), count)
-    monkeypatch.setattr(distributions, "_SPARSE_SHARE", 500)
+    monkeypatch.setattr(distributions, "SPARSE_SHARE", 500)
     assert torch.equal(finishers(weights, at(100), count), sparse)
     assert (weights.gather(1, sparse) > -INF).all()

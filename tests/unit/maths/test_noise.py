@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from slipstream.maths import noise
 from slipstream.maths.noise import (
     Address,
     Key,
@@ -190,6 +191,24 @@ def test_steps_meet_fresh_numbers() -> None:
     first, second = StepNoise([key], [10]), StepNoise([key], [11])
     assert first.drafts(seqs, torch.tensor([2])) == [Address(key, Stream.DRAFT, 12, 10)]
     assert second.drafts(seqs, torch.tensor([1])) == [Address(key, Stream.DRAFT, 12, 11)]
+
+
+def test_few_possible_tokens_recover_as_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = StepNoise([Key(7, b) for b in range(100)], list(range(100)))
+    weights = torch.zeros(100, 500)
+    for row in range(100):
+        weights[row, [(37 * row + 101 * i) % 500 for i in range(1 + row % 5)]] = 0.3
+    assert (weights[::5] > 0).sum() == 20, "some rows leave no choice"
+    sparse = step.recovers(torch.arange(100), 2, weights)
+    assert (weights.gather(1, sparse.unsqueeze(1)) > 0).all()
+    monkeypatch.setattr(noise, "SPARSE_SHARE", 500)
+    assert torch.equal(step.recovers(torch.arange(100), 2, weights), sparse)
+
+
+def test_impossible_tokens_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "_exponential_rows", lambda *_: pytest.fail("whole rows"))
+    weights = torch.zeros(3, 500).index_fill(1, torch.tensor([4, 99]), 0.5)
+    assert StepNoise([Key(1)] * 3, [5, 6, 7]).recovers(torch.arange(3), 0, weights).max() in (4, 99)
 
 
 def test_fresh_seeds_differ_and_fit() -> None:

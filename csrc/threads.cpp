@@ -1,5 +1,9 @@
 #include "threads.h"
 
+#ifdef __linux__
+#include <sched.h>
+#endif
+
 #include <chrono>
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -20,8 +24,45 @@ constexpr auto kAwake = std::chrono::microseconds(300);  // how long an idle thr
 
 }  // namespace
 
+// A team that takes the whole machine gives each thread a core: left to itself a woken thread joins
+// its waker's core while the others look busy, and the two take turns. The caller keeps to its core
+// for the length of a job only.
+class Team::Cores {
+ public:
+  explicit Cores([[maybe_unused]] int size) {
+#ifdef __linux__
+    if (sched_getaffinity(0, sizeof all_, &all_) || CPU_COUNT(&all_) != size) return;
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+      if (CPU_ISSET(cpu, &all_)) cpus_.push_back(cpu);
+#endif
+  }
+  // The calling thread keeps to the core of that index.
+  void keep([[maybe_unused]] int index) const {
+#ifdef __linux__
+    if (cpus_.empty()) return;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(cpus_[(size_t)index], &one);
+    sched_setaffinity(0, sizeof one, &one);
+#endif
+  }
+  void free() const {
+#ifdef __linux__
+    if (!cpus_.empty()) sched_setaffinity(0, sizeof all_, &all_);
+#endif
+  }
+
+ private:
+#ifdef __linux__
+  cpu_set_t all_;
+  std::vector<int> cpus_;
+#endif
+};
+
 Team::Team(int size)
-    : size_(size), spins_(size <= (int)std::thread::hardware_concurrency() ? kSpins : kCrowdedSpins) {
+    : size_(size),
+      spins_(size <= (int)std::thread::hardware_concurrency() ? kSpins : kCrowdedSpins),
+      cores_(std::make_unique<Cores>(size)) {
   for (int i = 1; i < size; ++i) threads_.emplace_back([this, i] { work(i); });
 }
 
@@ -38,6 +79,7 @@ Team::~Team() {
 void Team::run(const std::function<void(int)>& job) {
   std::lock_guard one_at_a_time(callers_);
   if (size_ > 1) {
+    cores_->keep(0);
     {
       std::lock_guard lock(sleepers_);
       job_ = &job;
@@ -47,9 +89,11 @@ void Team::run(const std::function<void(int)>& job) {
   }
   job(0);
   barrier();
+  if (size_ > 1) cores_->free();
 }
 
 void Team::work(int index) {
+  cores_->keep(index);
   for (unsigned seen = 0;;) {
     auto until = std::chrono::steady_clock::now() + kAwake;
     while (round_.load(std::memory_order_acquire) == seen) {

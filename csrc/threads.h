@@ -6,6 +6,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -28,9 +29,12 @@ class Team {
   void barrier();
 
  private:
+  class Cores;
+
   void work(int index);
 
   const int size_, spins_;
+  std::unique_ptr<Cores> cores_;
   std::vector<std::thread> threads_;
   std::mutex callers_, sleepers_;
   std::condition_variable wake_;

@@ -15,6 +15,8 @@ from slipstream.core.speculative import SpeculativeConfig
 from slipstream.drafters.base import Drafter, NoDrafter
 from slipstream.drafters.combined import CombinedDrafter
 from slipstream.drafters.draft_model import DraftModelDrafter, check_same_tokenizer
+from slipstream.drafters.eagle import EagleDrafter
+from slipstream.drafters.medusa import MedusaDrafter
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.drafters.suffix import SuffixDrafter
 from slipstream.engine.auto import AutoController
@@ -30,11 +32,14 @@ from slipstream.kv.cache import KVCache
 from slipstream.loading.chat import ChatTemplate
 from slipstream.loading.directory import ModelDirectory
 from slipstream.loading.gguf import GGUFFile
+from slipstream.loading.head_packing import pack_head
+from slipstream.loading.heads import load_head, resolve_head
 from slipstream.loading.pull import cache_dir, resolve
 from slipstream.loading.quantize import quantized
 from slipstream.loading.tokenizer import Tokenizer
 from slipstream.loading.weights import StoredTensor, can_pack, load_model
 from slipstream.models import CausalLM
+from slipstream.models.heads import MedusaHead, tensor_bytes
 from slipstream.models.runner import ModelRunner
 
 # Most drafted tokens of a sequence and step where nobody says; the controller goes up to it.
@@ -161,6 +166,8 @@ def load(
         tensors = quantized(tensors, quantize)
     kind = choose_dtype(dtype, where, config, tensors)
     model = load_model(config, tensors, dtype=kind, device=where, quiet=quiet)
+    if where.type == "cpu":
+        native.take_threads() if model.is_packed else native.return_threads()
     return LoadedModel(name, path, model, tokenizer, ChatTemplate.of(tokenizer))
 
 
@@ -226,6 +233,8 @@ def make_drafter(
     method = speculative.method
     if method == "auto":
         method = "combined" if draft is not None else "suffix"
+    if speculative.has_head:
+        return make_head_drafter(speculative, loaded, config, context_length)
     if method == "ngram":
         return NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
     trees = speculative.tree is not None and speculative.rejection_sample_method == "match"
@@ -252,6 +261,39 @@ def make_drafter(
         chunk_tokens=config.max_num_batched_tokens,
     )
     return model if method == "draft_model" else CombinedDrafter(suffix, model, merge=trees)
+
+
+def make_head_drafter(
+    speculative: SpeculativeConfig, loaded: LoadedModel, config: EngineConfig, context_length: int
+) -> EagleDrafter | MedusaDrafter:
+    """The drafter of a head, which is loaded for it."""
+    target, rule, tree = loaded.model, speculative.rejection_sample_method, speculative.tree
+    path = loaded.path if speculative.model is None else resolve_head(speculative.model)
+    head = load_head(speculative.method, path, target)
+    if target.is_packed:
+        pack_head(head)
+    vocab_size = target.config.vocab_size
+    if isinstance(head, MedusaHead):
+        return MedusaDrafter(head, vocab_size, rule=rule, tree=tree)
+    return EagleDrafter(
+        head,
+        vocab_size,
+        num_blocks=_num_blocks(config, context_length, target),
+        block_size=config.block_size,
+        kv_dtype=kv_dtype(config, target),
+        device=target.device,
+        rule=rule,
+        tree=tree,
+    )
+
+
+def draft_bytes(drafter: Drafter) -> int:
+    """Bytes of the weights that a drafter needs beside the target's."""
+    if isinstance(drafter, EagleDrafter | MedusaDrafter):
+        return tensor_bytes(drafter.head)
+    if isinstance(drafter, CombinedDrafter):
+        return draft_bytes(drafter.model)
+    return drafter.model.weight_bytes if isinstance(drafter, DraftModelDrafter) else 0
 
 
 def make_controller(speculative: SpeculativeConfig, runner: ModelRunner) -> Controller:
@@ -284,6 +326,7 @@ def _num_blocks(config: EngineConfig, context_length: int, built: CausalLM) -> i
         model.head_dim,
         config.block_size,
         kv_dtype(config, built),
+        model.num_kv_planes,
     )
     if config.kv_cache_memory is not None:
         if config.kv_cache_memory > _total_bytes(built.device):

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from slipstream.build import LoadedModel, build_engine, load
+from slipstream import native
+from slipstream.build import LoadedModel, build_engine, draft_bytes, load
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.core.outputs import Delta, RequestOutput
@@ -61,7 +61,7 @@ class LLM:
         if threads is not None:
             if threads < 1:
                 raise ConfigError(f"threads must be at least 1, not {threads}")
-            torch.set_num_threads(threads)
+            native.use_threads(threads)
         if not isinstance(speculative_config, SpeculativeConfig):
             speculative_config = SpeculativeConfig.from_dict(speculative_config or {})
         try:
@@ -80,13 +80,18 @@ class LLM:
         self.engine = self.another_engine(speculative_config)
 
     @property
+    def draft_bytes(self) -> int:
+        """Bytes of weights that drafting needs beside the target's own."""
+        return draft_bytes(self.engine.parts.drafter)
+
+    @property
     def tokenizer(self) -> Tokenizer:
         return self.loaded.tokenizer
 
     def another_engine(self, speculative: SpeculativeConfig) -> Engine:
         """An engine of its own around the same loaded model; draft models are loaded once."""
         draft = None
-        if speculative.model is not None and not speculative.is_off:
+        if not (speculative.model is None or speculative.is_off or speculative.has_head):
             if speculative.model not in self._drafts:
                 device = self.loaded.model.device.type
                 self._drafts[speculative.model] = load(

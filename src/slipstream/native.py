@@ -61,11 +61,30 @@ def describe() -> str:
 
 
 def load() -> ModuleType:
-    """The extension, with as many threads as torch uses.
-
-    Torch's own threads only compute between our calls, never beside them.
-    """
+    """The extension, where it is known to be there."""
     native = module()
     assert native is not None, "asked for native kernels that are not there"
-    native.use_threads(torch.get_num_threads())
     return native
+
+
+def use_threads(count: int) -> None:
+    """So many CPU threads, for torch and for the kernels."""
+    torch.set_num_threads(count)
+    if is_available():
+        load().use_threads(count)
+
+
+def num_threads() -> int:
+    """CPU threads in use, by whichever of the two has more."""
+    return max(torch.get_num_threads(), load().num_threads() if is_available() else 1)
+
+
+def take_threads() -> None:
+    """Hand torch's threads to the kernels: its idle ones spin, and would be in their way."""
+    load().use_threads(num_threads())
+    torch.set_num_threads(1)
+
+
+def return_threads() -> None:
+    """Hand them back, for a model that torch computes."""
+    torch.set_num_threads(num_threads())

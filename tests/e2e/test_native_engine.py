@@ -39,7 +39,7 @@ TOKEN_BYTES = 2 * 2 * 2 * 32 * 2  # keys and values of 2 layers, 2 heads of 32 h
 def restored_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
-    torch.set_num_threads(before)
+    native.use_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,8 @@ def test_drafts_on_every_instruction_set(model: CausalLM, isa: str, trees: bool)
 def test_drafts_on_two_threads(model: CausalLM, restored_threads: None) -> None:
     wanted = with_logprobs(requests(4))
     plain = alone(model, wanted)
-    torch.set_num_threads(2)
+    native.use_threads(2)
+    native.take_threads()
     engine = engine_for(model, drafter=synthetic(plain, 0.7, trees=True), num_draft_tokens=9)
     assert_same(answers(engine, wanted, stagger=1), plain)
     assert native.load().num_threads() == 2

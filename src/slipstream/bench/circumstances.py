@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slipstream import __version__
+from slipstream import __version__, native
 
 
 def circumstances(argv: Sequence[str]) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def circumstances(argv: Sequence[str]) -> dict[str, Any]:
     return {
         "argv": list(argv),
         "cpu": _cpu_name(),
-        "threads": torch.get_num_threads(),
+        "threads": native.num_threads(),
         "slipstream": __version__,
         "commit": _commit(),
         "torch": torch.__version__,

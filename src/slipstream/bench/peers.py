@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 
+from slipstream import native
 from slipstream.bench.measure import answer_all
 from slipstream.build import LoadedModel, build_engine, kv_dtype
 from slipstream.core.config import EngineConfig
@@ -190,7 +190,7 @@ class _LlamaCpp:
         params.n_ctx = SEQUENCES * (CONTEXT + PREFILL + DECODE)
         params.n_batch = params.n_ubatch = PREFILL
         params.n_seq_max = SEQUENCES
-        params.n_threads = params.n_threads_batch = torch.get_num_threads()
+        params.n_threads = params.n_threads_batch = native.num_threads()
         self._context = lib.llama_init_from_model(self._model, params)
         self._memory = lib.llama_get_memory(self._context)
         self._batch = lib.llama_batch_init(PREFILL, 0, 1)

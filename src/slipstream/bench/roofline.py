@@ -132,7 +132,7 @@ def measure_device(model: CausalLM) -> Device:
         flops_per_sec=_packed_product_rate(model) if model.is_packed else _product_rate(model),
         bytes_per_sec=_READ_BYTES / _read_sec(model.device),
         arithmetic=model.kind,
-        source=f"measured here, {torch.get_num_threads()} threads",
+        source=f"measured here, {native.num_threads()} threads",
     )
 
 

@@ -11,13 +11,28 @@ import torch
 from torch import Tensor
 
 from slipstream.build import LoadedModel
-from slipstream.core.config import ModelConfig
+from slipstream.core.config import ExpertsConfig, LatentConfig, ModelConfig
 from slipstream.maths.noise import Address, Key, Stream, uniform_at
 from slipstream.models import CausalLM, build
 
+_LATENT = LatentConfig(
+    query_rank=12, rank=10, content_dim=6, rotary_dim=4, value_dim=5, is_interleaved=True
+)
+_EXPERTS = ExpertsConfig(
+    first_layer=1,
+    num_experts=8,
+    num_chosen=3,
+    num_groups=4,
+    num_chosen_groups=2,
+    num_shared=1,
+    size=9,
+    scale=2.5,
+    is_normalised=True,
+)
+
 
 def tiny_config(model_type: str = "llama", **changes: Any) -> ModelConfig:
-    """Three layers over a vocabulary of 32; Gemma's have windows of 5."""
+    """Three layers over a vocabulary of 32; Gemma's have windows of 5, DeepSeek's experts."""
     num_layers = changes.pop("num_layers", 3)
     head_dim = changes.get("head_dim", 8)
     is_gemma = model_type == "gemma3"
@@ -40,6 +55,8 @@ def tiny_config(model_type: str = "llama", **changes: Any) -> ModelConfig:
         "qkv_bias": model_type == "qwen2",
         "tied": model_type != "qwen2",
     }
+    if model_type == "deepseek_v3":
+        fields |= {"latent": _LATENT, "experts": _EXPERTS, "num_kv_heads": 1, "head_dim": 10 + 4}
     return ModelConfig(**(fields | changes))
 
 

@@ -80,6 +80,8 @@ def stats_lines(llm: "LLM") -> list[str]:
         ]
     sizes = " ".join(f"{n}:{count}" for n, count in enumerate(drafts["draft_size_histogram"]))
     lines.append(f"passes by drafted tokens: {sizes}")
+    if llm.draft_bytes:
+        lines.append(f"weights for drafting: {llm.draft_bytes / 1e6:.1f} MB")
     reasons = llm.engine.parts.controller.reasons
     lines += [f"{count} x {reason}" for reason, count in reasons.counts.most_common() if count]
     return lines

@@ -98,9 +98,11 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
         help='vLLM\'s dictionary, such as \'{"method": "ngram", "num_speculative_tokens": 5}\'',
     )
     group.add_argument(
-        "--spec-method", metavar="M", help="auto, off, draft_model, ngram, suffix or combined"
+        "--spec-method",
+        metavar="M",
+        help="auto, off, draft_model, ngram, suffix, combined, medusa, eagle, eagle3 or mtp",
     )
-    group.add_argument("--spec-model", metavar="M", help="the draft model")
+    group.add_argument("--spec-model", metavar="M", help="the draft model, or a head's directory")
     group.add_argument(
         "--spec-tokens", type=int, metavar="K", help="most drafted tokens a step; 0 is off"
     )

@@ -17,6 +17,65 @@ class RopeScaling:
     original_context: int
 
 
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN's stretching, arXiv 2309.00071: wavelengths that turn often enough are kept.
+
+    Those of more than `beta_fast` turns over the original context stay, those of fewer than
+    `beta_slow` are stretched by `factor`, others blended.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Attention over a latent, from which keys and values of all heads are made (DeepSeek).
+
+    Attributes:
+        query_rank: size of the latent of queries; None makes them of the hidden state directly.
+        rank: size of the latent of keys and values.
+        content_dim, rotary_dim: parts of a query or key without and with positions.
+        value_dim: of a head.
+        is_interleaved: rotary pairs are neighbours in the weights, (2 i, 2 i + 1).
+    """
+
+    query_rank: int | None
+    rank: int
+    content_dim: int
+    rotary_dim: int
+    value_dim: int
+    is_interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Layers of which every token takes a few experts (DeepSeek).
+
+    Attributes:
+        first_layer: earlier layers have one MLP for all tokens.
+        num_experts, num_chosen: in a layer, and by a token.
+        num_groups, num_chosen_groups: experts lie in groups, and a token's are in a few of these.
+        num_shared: experts that every token takes besides.
+        size: intermediate size of one.
+        scale: of what the chosen say together.
+        is_normalised: the weights of the chosen add up to 1 before that.
+    """
+
+    first_layer: int
+    num_experts: int
+    num_chosen: int
+    num_groups: int
+    num_chosen_groups: int
+    num_shared: int
+    size: int
+    scale: float
+    is_normalised: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder, read from `config.json` or GGUF metadata.
@@ -30,6 +89,9 @@ class ModelConfig:
         rope_factors: divisors of the inverse frequencies given by the checkpoint, head_dim / 2.
         tied: the output head is the embedding.
         norm_plus_one: the checkpoint stores RMSNorm weights as w - 1 (Gemma in safetensors).
+        latent: attention over a latent; `num_kv_heads` and `head_dim` are then those of the latent
+            with its rotary key, the one head that is kept.
+        experts: layers with experts.
     """
 
     model_type: str
@@ -45,13 +107,15 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     rope_thetas: tuple[float, ...]
     rope_linear_factors: tuple[float, ...]
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
     rope_factors: tuple[float, ...] | None = None
     attention_scale: float
     qkv_bias: bool = False
     output_bias: bool = False
     tied: bool = False
     norm_plus_one: bool = False
+    latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         per_layer = (self.windows, self.rope_thetas, self.rope_linear_factors)
@@ -61,6 +125,16 @@ class ModelConfig:
                 f"{self.num_heads} query heads cannot be shared evenly by "
                 f"{self.num_kv_heads} key/value heads"
             )
+
+    @property
+    def rotary_dim(self) -> int:
+        """How much of a query or key head turns with its position."""
+        return self.head_dim if self.latent is None else self.latent.rotary_dim
+
+    @property
+    def num_kv_planes(self) -> int:
+        """Keys and values apart; or one latent that is both."""
+        return 2 if self.latent is None else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

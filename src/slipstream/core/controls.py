@@ -38,12 +38,14 @@ class Row:
 def controls(rows: Sequence[Row], device: torch.device | str = "cpu") -> Controls:
     """The controls of R rows, as tensors on `device`."""
     params = [row.params for row in rows]
+    shares = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+    temperature, top_p, min_p = torch.tensor(shares, dtype=torch.float32, device=device)
     edits = {i: e for i, row in enumerate(rows) if (e := _edits(row, device)) is not None}
     return Controls(
-        temperature=torch.tensor([p.temperature for p in params], device=device),
+        temperature=temperature,
         top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
-        top_p=torch.tensor([p.top_p for p in params], device=device),
-        min_p=torch.tensor([p.min_p for p in params], device=device),
+        top_p=top_p,
+        min_p=min_p,
         edits=edits,
     )
 

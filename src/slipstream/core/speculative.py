@@ -7,7 +7,8 @@ from typing import Any
 
 from slipstream.core.errors import ConfigError
 
-METHODS = ("auto", "off", "draft_model", "ngram", "suffix", "combined")
+HEAD_METHODS = ("medusa", "eagle", "eagle3", "mtp")
+METHODS = ("auto", "off", "draft_model", "ngram", "suffix", "combined", *HEAD_METHODS)
 RULES = ("match", "ratio", "block")
 CONTROLLERS = ("auto", "fixed", "table")
 
@@ -35,9 +36,11 @@ class SpeculativeConfig:
     """Keys and meanings of vLLM's dictionary of the same name, and a few of our own.
 
     Attributes:
-        method: "draft_model", "ngram", "suffix", "combined"; "auto" takes what model and machine
-            allow, "off" is plain decoding.
-        model: the draft model, for draft_model and combined.
+        method: "draft_model", "ngram", "suffix", "combined", or the kind of a draft head: "medusa",
+            "eagle", "eagle3", "mtp"; "auto" takes what model and machine allow, "off" is plain
+            decoding.
+        model: the draft model, for draft_model and combined; the head, for the kinds of heads. An
+            mtp without one is part of the target's own checkpoint.
         num_speculative_tokens: most drafted tokens per sequence and step. 0 is off; None leaves
             it to the method.
         controller: "auto" chooses every step from measured cost and live acceptance; "fixed"
@@ -83,12 +86,19 @@ class SpeculativeConfig:
         )
         if self.method == "draft_model" and self.model is None:
             raise ConfigError("method draft_model needs model, the draft model's name")
+        if self.method in HEAD_METHODS and self.method != "mtp" and self.model is None:
+            raise ConfigError(f"method {self.method} needs model, the head's directory")
         if self.rejection_sample_method == "block" and self.tree is not None:
             raise ConfigError("rejection_sample_method block needs chains; drop tree or use match")
 
     @property
     def is_off(self) -> bool:
         return self.method == "off" or self.num_speculative_tokens == 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether drafts come from a head on the target, and `model` names that."""
+        return self.method in HEAD_METHODS
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "SpeculativeConfig":

@@ -22,20 +22,17 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from slipstream.core.controls import Row
-from slipstream.core.draft import NO_DRAFT, Draft, Verdict
+from slipstream.core.draft import Draft, Verdict
 from slipstream.core.errors import ConfigError
 from slipstream.core.sequence import Sequence
-from slipstream.core.speculative import RULES, TreeConfig
+from slipstream.core.speculative import TreeConfig
 from slipstream.core.target import TargetOutput
-from slipstream.drafters.sampling import coupled, independent
-from slipstream.drafters.tree_growth import Acceptance, Growth
+from slipstream.drafters.levels import LevelGrower, Place, Run, by_run, drafts_of, fitted
+from slipstream.drafters.tree_growth import Growth
 from slipstream.kv.blocks import BlockManager, OutOfBlocks
 from slipstream.kv.cache import KVCache
 from slipstream.loading.tokenizer import Tokenizer
-from slipstream.maths.noise import Address, StepNoise, Stream
 from slipstream.models import CausalLM
 from slipstream.models.batch import Span, key_slots, lay_out
 from slipstream.models.runner import ModelRunner
@@ -50,24 +47,6 @@ class _Pages:
 
     num_valid: int
     growth: Growth = field(default_factory=Growth)
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A sequence drafted for in this step: at most `budget` nodes on `num_levels` levels."""
-
-    index: int
-    seq: Sequence
-    pages: _Pages
-    budget: int
-    num_levels: int
-
-    @property
-    def num_missing(self) -> int:
-        return len(self.seq.tokens) - self.pages.num_valid
-
-
-_Place = tuple[_Run, int]  # a node of a sequence's tree; -1 is the root
 
 
 class DraftModelDrafter:
@@ -96,18 +75,13 @@ class DraftModelDrafter:
         tree: TreeConfig | None = None,
         chunk_tokens: int = 512,
     ):
-        assert rule in RULES, rule
-        assert tree is None or rule != "block", "block verification needs chains"
         self.model = model
         self.blocks = blocks
         self.vocab_size = vocab_size
-        self.rule = rule
-        self.tree = tree
         self.chunk_tokens = chunk_tokens
-        self._width = 1 if tree is None else min(tree.topk, vocab_size)
+        self._grower = LevelGrower(rule, tree, vocab_size)
         self._runner = ModelRunner(model, cache)
         self._pages: dict[int, _Pages] = {}  # least recently drafted first
-        self._acceptance = Acceptance(self._width)
 
     @classmethod
     def for_model(
@@ -142,15 +116,8 @@ class DraftModelDrafter:
     @torch.inference_mode()
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         runs, logits = self._catch_up(self._runs(seqs, budgets))
-        places, depth = [(run, -1) for run in runs], 0
-        while places:
-            self._branch(places, depth, logits)
-            places, logits = self._feed(runs, depth)
-            depth += 1
-        drafts = [NO_DRAFT] * len(seqs)
-        for run in runs:
-            drafts[run.index] = run.pages.growth.draft(run.budget)
-        return drafts
+        self._grower.grow(runs, logits, self._feed)
+        return drafts_of(runs, len(seqs))
 
     def observe(
         self, seqs: Seq[Sequence], target: TargetOutput, verdicts: Seq[Verdict | None]
@@ -161,18 +128,15 @@ class DraftModelDrafter:
         if self._pages.pop(seq_id, None) is not None:
             self.blocks.free(seq_id)
 
-    def _runs(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[_Run]:
+    def _runs(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Run]:
         """Those to draft for, with everything about their K/V settled but what is missing."""
         runs = []
         for index, (seq, budget) in enumerate(zip(seqs, budgets, strict=True)):
-            num_levels = budget
-            if self.tree is not None:
-                budget, num_levels = min(budget, self.tree.max_tokens), self.tree.depth
-            # The target adds one token to whatever it accepts, and positions end at the context.
             context_room = self.model.config.context_length - len(seq.tokens)
-            num_levels = min(num_levels, budget, seq.room - 1, context_room)
-            if num_levels > 0 and self._knows(seq):
-                runs.append(_Run(index, seq, self._settle(seq), budget, num_levels))
+            run = self._grower.run(index, seq, budget, context_room)
+            if run is not None and self._knows(seq):
+                self._settle(seq).growth = run.growth
+                runs.append(run)
         return runs
 
     def _knows(self, seq: Sequence) -> bool:
@@ -187,7 +151,7 @@ class DraftModelDrafter:
             pages = _Pages(self.blocks.allocate(seq.seq_id, seq.tokens, seq.salt))
         self._pages[seq.seq_id] = pages  # now the last
         growth, base = pages.growth, pages.num_valid
-        path = growth.follow(seq.tokens[base:], self._acceptance)
+        path = growth.follow(seq.tokens[base:], self._grower.acceptance)
         slot_of = {node: base + slot for slot, node in enumerate(growth.fed)}
         there = [slot_of[node] for node in path if node in slot_of]
         displaced = [(key, base + i) for i, key in enumerate(there) if key != base + i]
@@ -197,44 +161,49 @@ class DraftModelDrafter:
         self._runner.cache.move_slots(list(zip(source, destination, strict=True)))
         # The last token is computed in any case: its logits are wanted.
         pages.num_valid = min(base + len(there), len(seq.tokens) - 1)
-        pages.growth = Growth()
         self.blocks.trim(seq.seq_id, pages.num_valid)
         return pages
 
-    def _catch_up(self, runs: list[_Run]) -> tuple[list[_Run], Tensor]:
+    def _catch_up(self, runs: list[Run]) -> tuple[list[Run], Tensor]:
         """One pass over missing committed tokens, least behind first.
 
         Returns:
             The sequences that now have all of theirs, and the logits that follow, [R, V].
         """
         wanted = {run.seq.seq_id for run in runs}
-        ready: list[_Run] = []
-        behind: list[_Run] = []
+        ready: list[Run] = []
+        behind: list[Run] = []
         spans, left = [], self.chunk_tokens
-        for run in sorted(runs, key=lambda run: run.num_missing):
-            seq, start = run.seq, run.pages.num_valid
+        for run in sorted(runs, key=lambda run: self._num_missing(run.seq)):
+            seq, pages = run.seq, self._pages[run.seq.seq_id]
+            start = pages.num_valid
             stop = min(start + left, len(seq.tokens))
             is_ready = stop == len(seq.tokens)
-            num_nodes = (run.num_levels - 1) * min(self._width, run.budget) if is_ready else 0
-            if stop == start or not self._reserve(run, stop + num_nodes, wanted):
+            num_fed = (run.num_levels - 1) * min(self._grower.width, run.budget)
+            num_nodes = num_fed if is_ready else 0
+            if stop == start or not self._reserve(seq.seq_id, stop + num_nodes, wanted):
                 continue
             spans.append(
                 Span(seq.seq_id, start, seq.tokens[start:stop], range(start, stop), int(is_ready))
             )
             left -= stop - start
-            run.pages.num_valid = stop
+            pages.num_valid = stop
             (ready if is_ready else behind).append(run)
         logits = self._forward(spans)
         for run in ready + behind:
-            self.blocks.commit(run.seq.seq_id, run.seq.tokens, run.pages.num_valid)
+            seq_id = run.seq.seq_id
+            self.blocks.commit(seq_id, run.seq.tokens, self._pages[seq_id].num_valid)
         return ready, logits
 
-    def _reserve(self, run: _Run, num_tokens: int, wanted: set[int]) -> bool:
+    def _num_missing(self, seq: Sequence) -> int:
+        return len(seq.tokens) - self._pages[seq.seq_id].num_valid
+
+    def _reserve(self, seq_id: int, num_tokens: int, wanted: set[int]) -> bool:
         """Slots for a sequence, at the expense of those not drafted for now, or else of itself."""
-        seq_id = run.seq.seq_id
         while True:
             try:
-                copies = self.blocks.reserve(seq_id, run.pages.num_valid, num_tokens)
+                start = self._pages[seq_id].num_valid
+                copies = self.blocks.reserve(seq_id, start, num_tokens)
             except OutOfBlocks:
                 idle = next((other for other in self._pages if other not in wanted), seq_id)
                 self.forget(idle)
@@ -244,64 +213,29 @@ class DraftModelDrafter:
                 self._runner.cache.copy_blocks(copies)
                 return True
 
-    def _branch(self, places: Seq[_Place], depth: int, logits: Tensor) -> None:
-        """Grow children, on level `depth`, from the logits [R, V] after R places."""
-        seqs = [run.seq for run, _ in places]
-        rows = [
-            Row(
-                run.seq.params,
-                run.seq.tokens + run.pages.growth.path_tokens(node),
-                run.seq.num_prompt,
-                run.seq.stop_ids,
-                run.seq.grammar,
-            )
-            for run, node in places
-        ]
-        if self.rule == "match":
-            noise = [Address(seq.key, Stream.TARGET, len(seq.tokens) + depth) for seq in seqs]
-            candidates = coupled(logits, rows, noise, self._width)
-        else:
-            fresh = StepNoise([seq.key for seq in seqs], [len(seq.tokens) for seq in seqs])
-            every = torch.arange(len(seqs))
-            noise = fresh.drafts(every, torch.full_like(every, depth))
-            candidates = independent(logits, rows, noise, self._width)
-        for place, (run, node) in enumerate(places):
-            run.pages.growth.extend(node, candidates, place, self._acceptance)
-
-    def _feed(self, runs: Seq[_Run], depth: int) -> tuple[list[_Place], Tensor]:
-        """Compute the nodes of a level that are to be continued.
-
-        Returns:
-            Those nodes, and the logits after each, [R, V].
-        """
-        places: list[_Place] = []
+    def _feed(self, places: Seq[Place], depth: int) -> Tensor:
+        """Compute nodes of a level: the logits after each, [R, V]."""
         spans = []
-        for run in runs:
-            if depth + 1 == run.num_levels:
-                continue
-            growth, base = run.pages.growth, len(run.seq.tokens)
-            nodes = growth.frontier(depth, self._width, run.budget)
-            if nodes:
-                places += [(run, node) for node in nodes]
-                spans.append(
-                    Span(
-                        run.seq.seq_id,
-                        start=base + len(growth.fed),
-                        tokens=[growth.tokens[node] for node in nodes],
-                        positions=[base + depth] * len(nodes),
-                        num_logits=len(nodes),
-                        ancestors=growth.feed(nodes),
-                    )
+        for run, nodes in by_run(places):
+            growth, base = run.growth, len(run.seq.tokens)
+            spans.append(
+                Span(
+                    run.seq.seq_id,
+                    start=base + len(growth.fed),
+                    tokens=[growth.tokens[node] for node in nodes],
+                    positions=[base + depth] * len(nodes),
+                    num_logits=len(nodes),
+                    ancestors=growth.feed(nodes),
                 )
-        return places, self._forward(spans)
+            )
+        return self._forward(spans)
 
     def _forward(self, spans: Seq[Span]) -> Tensor:
         """One pass of the draft model: logits [R, V], V being the target's vocabulary."""
         if not spans:
             return torch.empty(0, self.vocab_size)
         batch = lay_out(spans, self.blocks, self._runner.device)
-        logits = self._runner.forward(batch).logits[:, : self.vocab_size]
-        return F.pad(logits, (0, self.vocab_size - logits.shape[1]), value=-torch.inf)
+        return fitted(self._runner.forward(batch).logits, self.vocab_size)
 
 
 def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:

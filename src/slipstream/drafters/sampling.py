@@ -102,10 +102,11 @@ def _scores(logits: Tensor, settings: Controls) -> Tensor:
     The target may be healthy where the draft model has NaN, or knows none of the allowed tokens.
     """
     logits = distributions.edited(logits, settings)
+    settings = replace(settings, edits={})
     is_hopeless = ~torch.isfinite(logits.amax(-1, keepdim=True))
-    weights = distributions.scores(
-        logits.masked_fill(is_hopeless, 0.0), replace(settings, edits={})
-    )
+    if not is_hopeless.any():
+        return distributions.scores(logits, settings)
+    weights = distributions.scores(logits.masked_fill(is_hopeless, 0.0), settings)
     return weights.masked_fill(is_hopeless, -torch.inf)
 
 

@@ -72,7 +72,7 @@ def cache_key(runner: ModelRunner) -> dict[str, Any]:
         "kernels": native.describe(),
         "device": device.type,
         "machine": machine,
-        "threads": torch.get_num_threads(),
+        "threads": native.num_threads(),
         "versions": [version("slipstream"), torch.__version__],
         "sizes": [list(size) for size in SIZES],
     }

@@ -130,7 +130,7 @@ class _Places:
             for b, node in places
         ]
         index = [self.first_rows[b] + 1 + node for b, node in places]
-        return self.logits[index], controls(rows, self.logits.device)
+        return _rows(self.logits, index), controls(rows, self.logits.device)
 
     def addresses(self, places: Seq[tuple[int, int]]) -> list[Address]:
         """The noise of the positions after those places."""
@@ -142,6 +142,14 @@ class _Places:
             )
             for b, node in places
         ]
+
+
+def _rows(logits: Tensor, index: list[int]) -> Tensor:
+    """Some rows, copied only where they do not lie together."""
+    first = index[0]
+    if index == list(range(first, first + len(index))):
+        return logits[first : first + len(index)]
+    return logits[index]
 
 
 def _pad(drafts: Seq[Draft], device: torch.device) -> DraftBatch:

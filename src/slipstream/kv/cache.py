@@ -1,6 +1,6 @@
 """The tensors that block ids index. One pool for all layers' K and V.
 
-    pool   [L, 2, num_blocks, block_size, H_kv, D]       2: keys, values
+    pool   [L, 2, num_blocks, block_size, H_kv, D]       2: keys, values; 1 if they are the same
     slot   block * block_size + offset                    the address of one token
 
 Slots past a sequence's `num_computed` hold garbage by definition and are never cleared.
@@ -20,6 +20,7 @@ class KVCache:
     Args:
         num_layers, num_kv_heads, head_dim: of the model.
         num_blocks, block_size: of the pool.
+        num_planes: 2; or 1 where keys and values are one latent, kept once.
         dtype, device: of the tensors.
     """
 
@@ -33,10 +34,11 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        num_planes: int = 2,
     ):
-        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+        shape = (num_layers, num_planes, num_blocks, block_size, num_kv_heads, head_dim)
         self.pool = torch.zeros(shape, dtype=dtype, device=device)
-        self._slots = self.pool.flatten(2, 3)  # [L, 2, num_slots, H_kv, D]
+        self._slots = self.pool.flatten(2, 3)  # [L, 2 or 1, num_slots, H_kv, D]
 
     @classmethod
     def for_model(
@@ -57,17 +59,23 @@ class KVCache:
             block_size=block_size,
             dtype=dtype,
             device=device,
+            num_planes=config.num_kv_planes,
         )
 
     @staticmethod
     def bytes_per_block(
-        num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        num_planes: int = 2,
     ) -> int:
-        return 2 * num_layers * num_kv_heads * head_dim * block_size * dtype.itemsize
+        return num_planes * num_layers * num_kv_heads * head_dim * block_size * dtype.itemsize
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each [num_blocks, block_size, H_kv, D]."""
-        return self.pool[index, 0], self.pool[index, 1]
+        return self.pool[index, 0], self.pool[index, -1]
 
     def write(
         self,
@@ -78,7 +86,8 @@ class KVCache:
     ) -> None:
         """Store one layer's K/V of T tokens."""
         self._slots[layer, 0].index_copy_(0, slots, keys.to(self.pool.dtype))
-        self._slots[layer, 1].index_copy_(0, slots, values.to(self.pool.dtype))
+        if self.pool.shape[1] == 2:
+            self._slots[layer, 1].index_copy_(0, slots, values.to(self.pool.dtype))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks in all layers, for shared blocks that become private."""

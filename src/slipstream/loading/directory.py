@@ -1,6 +1,7 @@
 """Reading a Hugging Face model directory: `config.json` and safetensors, single or sharded."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from slipstream.core.config import ModelConfig, RopeScaling
+from slipstream.core.config import (
+    ExpertsConfig,
+    LatentConfig,
+    ModelConfig,
+    RopeScaling,
+    YarnScaling,
+)
 from slipstream.core.errors import ModelError
 from slipstream.kernels.packed import StoredRows
 from slipstream.loading.weights import StoredTensor
@@ -35,8 +42,15 @@ class ModelDirectory:
 
     def __init__(self, path: Path):
         self.path = path
-        self.config = read_config(read_json(path / "config.json"))
-        self.tensors = _tensors(path, plus_one=self.config.norm_plus_one)
+        raw = read_json(path / "config.json")
+        self.config = read_config(raw)
+        self.tensors = read_tensors(path, plus_one=self.config.norm_plus_one)
+        if raw.get("num_nextn_predict_layers"):
+            # Layers past the last are MTP modules, which `heads` reads.
+            last = self.config.num_layers
+            extra = [name for name in self.tensors if name.startswith(f"model.layers.{last}.")]
+            for name in extra:
+                del self.tensors[name]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -74,6 +88,9 @@ def _refuse_unknown(raw: dict[str, Any], model_type: str) -> None:
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if raw.get(key):
             raise ModelError(f"{key} {raw[key]!r} in config.json is not supported")
+    for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if raw.get(key, known) != known:
+            raise ModelError(f"{key} {raw[key]!r} in config.json is not supported; {known!r} is")
     rope = raw.get("rope_parameters") or {}
     rotated = raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
     if rotated != 1.0:
@@ -92,11 +109,17 @@ def _decoder_config(raw: dict[str, Any], model_type: str) -> ModelConfig:
     num_layers, num_heads = int(get("num_hidden_layers")), int(get("num_attention_heads"))
     if not 0 < num_layers <= _MOST_LAYERS:
         raise ModelError(f"num_hidden_layers is {num_layers}; it must be 1 to {_MOST_LAYERS}")
+    latent = _latent(raw) if model_type == "deepseek_v3" else None
     head_dim = int(get("head_dim", int(get("hidden_size")) // num_heads))
+    num_kv_heads = int(get("num_key_value_heads", num_heads))
+    if latent is not None:
+        head_dim, num_kv_heads = latent.rank + latent.rotary_dim, 1
     is_gemma = model_type.startswith("gemma3")
     windows = _windows(raw, model_type, num_layers)
     ropes = [_rope(raw, window is not None and is_gemma) for window in windows]
     scale = float(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5
+    if latent is not None:
+        scale = _latent_scale(raw, latent)
     return ModelConfig(
         model_type=model_type,
         vocab_size=int(get("vocab_size")),
@@ -104,7 +127,7 @@ def _decoder_config(raw: dict[str, Any], model_type: str) -> ModelConfig:
         intermediate_size=int(get("intermediate_size")),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=int(get("num_key_value_heads", num_heads)),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         norm_eps=float(get("rms_norm_eps")),
         context_length=int(get("max_position_embeddings")),
@@ -117,6 +140,44 @@ def _decoder_config(raw: dict[str, Any], model_type: str) -> ModelConfig:
         output_bias=model_type != "qwen2" and bool(raw.get("attention_bias")),
         tied=bool(get("tie_word_embeddings", is_gemma)),
         norm_plus_one=is_gemma,
+        latent=latent,
+        experts=None if latent is None else _experts(raw),
+    )
+
+
+def _latent(raw: dict[str, Any]) -> LatentConfig:
+    """Attention of DeepSeek-V3."""
+    query_rank = raw.get("q_lora_rank")
+    return LatentConfig(
+        query_rank=None if query_rank is None else int(query_rank),
+        rank=int(raw["kv_lora_rank"]),
+        content_dim=int(raw["qk_nope_head_dim"]),
+        rotary_dim=int(raw["qk_rope_head_dim"]),
+        value_dim=int(raw["v_head_dim"]),
+        is_interleaved=bool(raw.get("rope_interleave", True)),
+    )
+
+
+def _latent_scale(raw: dict[str, Any], latent: LatentConfig) -> float:
+    """D^-1/2, and more where YaRN stretches positions: then softmax must be sharper."""
+    scale = (latent.content_dim + latent.rotary_dim) ** -0.5
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    share = float(rope.get("mscale_all_dim") or 0.0)
+    return scale * (0.1 * share * math.log(max(float(rope.get("factor") or 1.0), 1.0)) + 1.0) ** 2
+
+
+def _experts(raw: dict[str, Any]) -> ExpertsConfig:
+    """Experts of DeepSeek-V3."""
+    return ExpertsConfig(
+        first_layer=int(raw["first_k_dense_replace"]),
+        num_experts=int(raw["n_routed_experts"]),
+        num_chosen=int(raw["num_experts_per_tok"]),
+        num_groups=int(raw["n_group"]),
+        num_chosen_groups=int(raw["topk_group"]),
+        num_shared=int(raw.get("n_shared_experts") or 0),
+        size=int(raw["moe_intermediate_size"]),
+        scale=float(raw["routed_scaling_factor"]),
+        is_normalised=bool(raw.get("norm_topk_prob", True)),
     )
 
 
@@ -140,8 +201,10 @@ def _windows(raw: dict[str, Any], model_type: str, num_layers: int) -> list[int 
     return [int(window) if kind == "sliding_attention" else None for kind in kinds]
 
 
-def _rope(raw: dict[str, Any], is_local: bool) -> tuple[float, float, RopeScaling | None]:
-    """Base, linear factor and Llama 3 scaling of a layer; older and newer spellings."""
+def _rope(
+    raw: dict[str, Any], is_local: bool
+) -> tuple[float, float, RopeScaling | YarnScaling | None]:
+    """Base, linear factor and other scaling of a layer; older and newer spellings."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     kind = "sliding_attention" if is_local else "full_attention"
     if kind in rope:
@@ -162,10 +225,30 @@ def _rope(raw: dict[str, Any], is_local: bool) -> tuple[float, float, RopeScalin
             original_context=int(rope["original_max_position_embeddings"]),
         )
         return theta, 1.0, scaling
-    raise ModelError(f"rope scaling {name!r} is not supported; supported are linear, llama3")
+    # Only where these two are equal are angles turned without being scaled as well.
+    if name == "yarn" and rope.get("mscale") == rope.get("mscale_all_dim", 0) != 0:
+        stretched = YarnScaling(
+            factor=float(rope["factor"]),
+            beta_fast=float(rope.get("beta_fast") or 32),
+            beta_slow=float(rope.get("beta_slow") or 1),
+            original_context=int(rope["original_max_position_embeddings"]),
+        )
+        return theta, 1.0, stretched
+    raise ModelError(
+        f"rope scaling {name!r} is not supported; supported are linear, llama3, and yarn with "
+        "mscale equal to mscale_all_dim"
+    )
 
 
-def _tensors(path: Path, *, plus_one: bool) -> dict[str, StoredTensor]:
+def read_tensors(path: Path, *, plus_one: bool = False) -> dict[str, StoredTensor]:
+    """The tensors of a directory, still in their files.
+
+    Args:
+        plus_one: norms are stored less 1.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
     index = path / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -176,11 +259,12 @@ def _tensors(path: Path, *, plus_one: bool) -> dict[str, StoredTensor]:
         names = [Path("model.safetensors")]
     tensors = {}
     for name in names:
-        tensors.update(_read_shard(path / name, plus_one=plus_one))
+        tensors.update(read_shard(path / name, plus_one=plus_one))
     return tensors
 
 
-def _read_shard(path: Path, *, plus_one: bool) -> dict[str, StoredTensor]:
+def read_shard(path: Path, *, plus_one: bool = False) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file; see `read_tensors`."""
     try:
         shard = safe_open(path, framework="pt")
         names = list(shard.keys())

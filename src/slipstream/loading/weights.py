@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from slipstream import native
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ModelError
 from slipstream.kernels.packed import Format, PackedWeight, StoredPart, StoredRows, pack_all
 from slipstream.models import build
+from slipstream.models.deepseek_v3 import Router
 from slipstream.models.layers import CausalLM, Embedding, Linear
 
 
@@ -62,20 +64,43 @@ def load_model(
     jobs: list[Callable[[], None]] = []
     if dtype is None:
         jobs += _pack(model, tensors)
-    model.to(dtype or torch.float32).to_empty(device=device)
+    cast(model, dtype or torch.float32).to_empty(device=device)
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
     jobs += [partial(_fill, slot, name, tensors) for name, slot in parameter_slots(model)]
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+    with ThreadPoolExecutor(native.num_threads()) as pool:
         done = pool.map(lambda job: job(), jobs)
         for _ in tqdm(done, total=len(jobs), desc="Loading", unit="tensor", disable=quiet):
             pass
     return model.eval()
 
 
+def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Take a module's parameters to a dtype; those of routers to float32 at least."""
+    module.to(dtype)
+    for each in module.modules():
+        if isinstance(each, Router):
+            each.to(torch.promote_types(dtype, torch.float32))
+    return module
+
+
+def fill(module: nn.Module, tensors: Mapping[str, StoredTensor]) -> None:
+    """Fill a module that is not a whole model: every parameter once, every tensor used.
+
+    Raises:
+        ModelError: as `load_model`.
+    """
+    slots = dict(parameter_slots(module))
+    _check_slots(slots, tensors, tied=False)
+    for name, slot in slots.items():
+        _fill(slot, name, tensors)
+
+
 def can_pack(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether the native kernels have a format for every matrix, and its columns fit."""
+    """Whether the native kernels know all of a model: layers, formats, and numbers of columns."""
+    if config.latent is not None or config.experts is not None:
+        return False
     with torch.device("meta"):
         model = build(config)
     for _, names in _matrices(model):
@@ -125,8 +150,8 @@ def _fill(slot: Tensor, name: str, tensors: Mapping[str, StoredTensor]) -> None:
         raise ModelError(f"tensor {name} contains NaN; the checkpoint is damaged")
 
 
-def parameter_slots(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    """Checkpoint name and destination of everything the model needs.
+def parameter_slots(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Checkpoint name and destination of everything a model or a head needs.
 
     A stacked `Linear` takes several checkpoint tensors, each into its own rows. Packed
     weights have no slots.

@@ -2,7 +2,7 @@
 
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ModelError
-from slipstream.models import gemma3, llama, qwen2, qwen3
+from slipstream.models import deepseek_v3, gemma3, llama, qwen2, qwen3
 from slipstream.models.layers import Attend, CausalLM
 
 ARCHITECTURES = {
@@ -10,6 +10,7 @@ ARCHITECTURES = {
     "mistral": llama.build,
     "qwen2": qwen2.build,
     "qwen3": qwen3.build,
+    "deepseek_v3": deepseek_v3.build,
     "gemma3": gemma3.build,
     "gemma3_text": gemma3.build,
 }

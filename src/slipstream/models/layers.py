@@ -4,6 +4,7 @@ A model never sees a cache. It calls `attend(layer, q, k, v, scale, window)`, wh
 the model supplies: the engine writes and reads pages, the reference attends densely.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream import kernels
-from slipstream.core.config import ModelConfig, RopeScaling
+from slipstream.core.config import ModelConfig, RopeScaling, YarnScaling
 from slipstream.kernels import Angles
 
 
@@ -83,11 +84,14 @@ class Embedding(nn.Module):
 
 def inverse_frequencies(config: ModelConfig, layer: int) -> Tensor:
     """theta^(-2i / D) of one layer, with the checkpoint's scaling: [D / 2] float32."""
-    exponents = torch.arange(0, config.head_dim, 2, device="cpu").float() / config.head_dim
-    inv_freq = 1.0 / (config.rope_thetas[layer] ** exponents)
+    size, theta = config.rotary_dim, config.rope_thetas[layer]
+    exponents = torch.arange(0, size, 2, device="cpu").float() / size
+    inv_freq = 1.0 / (theta**exponents)
     inv_freq = inv_freq / config.rope_linear_factors[layer]
     if config.rope_factors is not None:
         return inv_freq / torch.tensor(config.rope_factors, device="cpu")
+    if isinstance(config.rope_scaling, YarnScaling):
+        return _stretch_yarn(inv_freq, config.rope_scaling, theta)
     if config.rope_scaling is not None:
         return _stretch(inv_freq, config.rope_scaling)
     return inv_freq
@@ -101,6 +105,22 @@ def _stretch(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
     )
     blend = blend.clamp(0, 1)
     return (1 - blend) * inv_freq / scaling.factor + blend * inv_freq
+
+
+def _stretch_yarn(inv_freq: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
+    """YaRN: as above, but blended evenly over the indices between two numbers of turns."""
+    num_pairs = len(inv_freq)
+
+    def pair(num_turns: float) -> float:
+        """The index of the wavelength that turns so often over the original context."""
+        wavelength = scaling.original_context / (num_turns * 2 * math.pi)
+        return num_pairs * math.log(wavelength) / math.log(theta)
+
+    first = max(math.floor(pair(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair(scaling.beta_slow)), 2 * num_pairs - 1)
+    index = torch.arange(num_pairs, device="cpu").float()
+    blend = ((index - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return blend * inv_freq / scaling.factor + (1 - blend) * inv_freq
 
 
 class Attention(nn.Module):

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream import native
 from slipstream.kernels import AttentionPlan, Recording
 from slipstream.kv.cache import KVCache
 from slipstream.models.batch import Batch
@@ -40,44 +39,58 @@ class RecordedModel:
 
     def forward(self, batch: Batch, cache: KVCache) -> tuple[Tensor, dict[int, Tensor]]:
         """Final hidden states and taps, each [T, hidden]; writes the batch's K/V."""
-        native.load()  # as many threads as torch has now
-        num_rows = len(batch.ids)
         outputs = [
-            torch.empty(num_rows, self.config.hidden_size) for _ in range(1 + len(self.taps))
+            torch.empty(len(batch.ids), self.config.hidden_size) for _ in range(1 + len(self.taps))
         ]
-        spans, tables, ancestors = _packed(batch.attention)
-        self._body.run(
-            rows=num_rows,
-            ids=batch.ids,
-            positions=batch.positions,
-            slots=batch.slots,
-            spans=spans,
-            tables=tables,
-            ancestors=ancestors,
-            pool=cache.pool,
-            pool_kind=_KINDS[cache.pool.dtype],
-            hidden=None,
-            outputs=outputs,
-        )
+        run_on_pages(self._body, batch, cache, None, outputs)
         return outputs[0], dict(zip(self.taps, outputs[1:], strict=True))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, V]."""
         out = torch.empty(len(hidden), self.config.vocab_size)
-        self._head.run(
-            rows=len(hidden),
-            ids=None,
-            positions=None,
-            slots=None,
-            spans=_NOTHING.reshape(0, 5),
-            tables=_NOTHING,
-            ancestors=_NOTHING.astype(np.uint8),
-            pool=_NOTHING,
-            pool_kind=0,
-            hidden=hidden,
-            outputs=[out],
-        )
+        run_on_rows(self._head, hidden, out)
         return out
+
+
+def run_on_pages(
+    program: Any, batch: Batch, cache: KVCache, rows: Tensor | None, outputs: Seq[Tensor]
+) -> None:
+    """Run a native program that attends; writes the batch's K/V and the outputs [T, ...].
+
+    Args:
+        rows: what the program loads, [T, ...] float32.
+    """
+    spans, tables, ancestors = _packed(batch.attention)
+    program.run(
+        rows=len(batch.ids),
+        ids=batch.ids,
+        positions=batch.positions,
+        slots=batch.slots,
+        spans=spans,
+        tables=tables,
+        ancestors=ancestors,
+        pool=cache.pool,
+        pool_kind=_KINDS[cache.pool.dtype],
+        hidden=rows,
+        outputs=list(outputs),
+    )
+
+
+def run_on_rows(program: Any, rows: Tensor, out: Tensor) -> None:
+    """Run a native program that maps rows [R, ...] float32 to rows, each by itself."""
+    program.run(
+        rows=len(rows),
+        ids=None,
+        positions=None,
+        slots=None,
+        spans=_NOTHING.reshape(0, 5),
+        tables=_NOTHING,
+        ancestors=_NOTHING.astype(np.uint8),
+        pool=_NOTHING,
+        pool_kind=0,
+        hidden=rows,
+        outputs=[out],
+    )
 
 
 def _packed(plan: AttentionPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

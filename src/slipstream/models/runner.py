@@ -38,9 +38,11 @@ class ModelRunner:
 
         if self._recorded is not None:
             hidden, taps = self._recorded.forward(batch, self.cache)
-            logits = self._recorded.logits(hidden[batch.logit_rows])
+            is_all = len(batch.logit_rows) == len(hidden)
+            logits = self._recorded.logits(hidden if is_all else hidden[batch.logit_rows])
         else:
-            hidden, taps = self.model(batch.ids, batch.positions, self._attend(batch), self.taps)
+            attend = attend_pages(self.cache, batch)
+            hidden, taps = self.model(batch.ids, batch.positions, attend, self.taps)
             logits = self.model.logits(hidden[batch.logit_rows])
         return TargetOutput(
             logits=logits,
@@ -50,14 +52,15 @@ class ModelRunner:
             first_tokens=batch.first_tokens,
         )
 
-    def _attend(self, batch: Batch) -> Attend:
-        def attend(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None
-        ) -> Tensor:
-            self.cache.write(layer, batch.slots, k, v)
-            keys, values = self.cache.layer(layer)
-            return kernels.paged_attention(
-                q, keys, values, batch.attention, scale=scale, window=window
-            )
 
-        return attend
+def attend_pages(cache: KVCache, batch: Batch) -> Attend:
+    """Attention of a batch that writes its K/V to its pages and reads all it may see from them."""
+
+    def attend(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        cache.write(layer, batch.slots, k, v)
+        keys, values = cache.layer(layer)
+        return kernels.paged_attention(q, keys, values, batch.attention, scale=scale, window=window)
+
+    return attend

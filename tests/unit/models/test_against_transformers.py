@@ -37,6 +37,33 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 8,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+# One layer without experts, two with; values narrower than keys.
+DEEPSEEK = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 12,
+    "routed_scaling_factor": 2.5,
+}
 # Rope settings are in the older spelling, which old and new transformers both take.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -56,6 +83,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 24}),
     "qwen3 tied": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "deepseek v3": ("DeepseekV3", DEEPSEEK),
+    "deepseek v3 variants": (
+        "DeepseekV3",
+        DEEPSEEK | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False},
+    ),
+    "deepseek v3 yarn": ("DeepseekV3", DEEPSEEK | {"rope_scaling": YARN}),
     # Six layers, the last of which sees everything, and one more.
     "gemma3": (
         "Gemma3Text",
@@ -98,6 +131,9 @@ def random_model(case: str) -> Any:
             parameter.data.copy_(noise)
         else:
             parameter.data.copy_(1.5 * parameter.shape[-1] ** -0.5 * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.5 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

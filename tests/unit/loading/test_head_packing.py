@@ -1,0 +1,98 @@
+"""Packed heads: 8-bit weights, run natively, give what torch makes of the same packed weights."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import heads
+from packing import packed_model
+from slipstream import native
+from slipstream.check.tiny import tiny_model
+from slipstream.kernels.packed import PackedPart, linear, unpack
+from slipstream.kv.blocks import BlockManager
+from slipstream.kv.cache import KVCache
+from slipstream.loading.head_packing import pack_head
+from slipstream.models.batch import Span, lay_out
+from slipstream.models.heads import tensor_bytes
+from slipstream.models.heads.base import packed_weights
+from slipstream.models.heads.native import HeadRunner, NativeLinear
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="no native kernels here")
+
+KINDS = pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "medusa"])
+IDS = [3, 9, 9, 30, 1, 17]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return packed_model("llama")
+
+
+@KINDS
+def test_every_matrix_is_packed(target, kind):
+    head = getattr(heads, kind)(target)
+    before = tensor_bytes(head)
+    pack_head(head)
+    assert {parameter.dim() for parameter in head.parameters()} <= {1}
+    assert tensor_bytes(head) < 0.35 * before, "8 bits and a scale, of 32"
+
+
+@pytest.mark.parametrize("kind", heads.FEATURE_HEADS)
+def test_a_recorded_pass_is_the_plain_one(target, kind):
+    """Two chunks over pages; torch follows the same definition, slowly and with dense attention."""
+    head = heads.FEATURE_HEADS[kind](target)
+    pack_head(head)
+    generator = torch.Generator().manual_seed(4)
+    features = torch.randn(len(IDS), 64, generator=generator)
+    expected = head(torch.tensor(IDS), features, torch.arange(len(IDS)), heads.dense)
+
+    blocks = BlockManager(4, 4)
+    blocks.allocate(0, [])
+    blocks.reserve(0, 0, len(IDS))
+    cache = KVCache.for_model(
+        head.config, num_blocks=4, block_size=4, dtype=torch.float32, device="cpu"
+    )
+    runner = HeadRunner(head, cache)
+    out = []
+    for start, stop in ((0, 4), (4, 6)):
+        span = Span(0, start, IDS[start:stop], range(start, stop), 1)
+        out.append(runner.forward(lay_out([span], blocks, "cpu"), features[start:stop]))
+    assert expected.std() > 0.5
+    # Activations are rounded to 8 bits; a sum in another order may round one the other way.
+    assert (torch.cat(out) - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_a_linear_layer_by_itself(target):
+    head = heads.eagle3(target)
+    pack_head(head)
+    assert isinstance(head.lm_head, NativeLinear)
+    rows = torch.randn(3, 64, generator=torch.Generator().manual_seed(5))
+    expected = linear(rows, head.lm_head.weight)
+    torch.testing.assert_close(head.lm_head(rows), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_packed_numbers_are_the_weights(target):
+    """Rows of stacked layers and columns of fused ones in their order, to within 8 bits."""
+    plain, packed = (heads.eagle3(target) for _ in range(2))
+    pack_head(packed)
+    attention = packed.midlayer.self_attn
+    halves = [
+        torch.cat([unpacked(part) for part in half.parts]) for half in attention.qkv_proj.weight
+    ]
+    for weight, expected in (
+        (torch.cat(halves, dim=1), plain.midlayer.self_attn.qkv_proj.weight),
+        (unpacked(attention.o_proj.weight.parts[0]), plain.midlayer.self_attn.o_proj.weight),
+    ):
+        assert (weight - expected).abs().max() < expected.abs().max() / 250
+
+
+def unpacked(part: PackedPart) -> Tensor:
+    num_columns = part.data.numel() // part.num_rows * 32 // 34
+    return unpack(part, torch.arange(part.num_rows), num_columns)
+
+
+@KINDS
+def test_what_does_not_fit_stays_as_it_is(kind):
+    head = getattr(heads, kind)(tiny_model())  # 16 columns are half a group
+    pack_head(head)
+    assert packed_weights(head) == []

@@ -179,22 +179,19 @@ def block(drafts: DraftBatch, target: Target, noise: FreshNoise) -> Verdicts:
     if bool((drafts.parents != steps[:-1] - 1)[exists[:, 1:]].any()):
         raise ValueError("block verification needs chains; use ratio or match for trees")
 
-    seqs, prefixes = exists.nonzero(as_tuple=True)
-    rows = checked(target(seqs, prefixes - 1), "p")
-    p = rows.new_zeros(num_seqs, width + 1, rows.shape[-1])
-    p[seqs, prefixes] = rows
-    q = torch.zeros_like(p)
-    seqs, nodes = exists[:, 1:].nonzero(as_tuple=True)
-    q[seqs, nodes] = _law(drafts, seqs, nodes, like=p[seqs, nodes])
-
     joint = torch.ones_like(exists, dtype=torch.float64)  # P
-    for i in range(width):
-        b = exists[:, i + 1].nonzero().flatten()
-        token = drafts.tokens[b, i]
-        joint[b, i + 1] = _joint(joint[b, i], _at(p[b, i], token), _drawn(q[b, i], token))
+    passing = torch.zeros_like(joint)  # h
+    for i in range(width + 1):  # one prefix at a time, so that what is looked at stays near
+        seqs = exists[:, i].nonzero().flatten()
+        p, q = _pair(drafts, target, seqs, torch.full_like(seqs, i))
+        missing = 1 - joint[seqs, i]
+        mass = _left(joint[seqs, i], p, q).sum(-1, dtype=torch.float64)
+        passing[seqs, i] = _share(mass, missing)
+        if i < width:
+            goes_on = exists[seqs, i + 1].nonzero().flatten()
+            b, token = seqs[goes_on], drafts.tokens[seqs[goes_on], i]
+            joint[b, i + 1] = _joint(joint[b, i], _at(p[goes_on], token), _drawn(q[goes_on], token))
 
-    left = _left(joint, p, q)
-    passing = _share(left.sum(-1, dtype=torch.float64), 1 - joint)
     seqs, nodes = exists[:, 1:].nonzero(as_tuple=True)
     wins = torch.zeros_like(exists)
     wins[seqs, nodes + 1] = noise.accepts(
@@ -202,7 +199,9 @@ def block(drafts: DraftBatch, target: Target, noise: FreshNoise) -> Verdicts:
     )
     longest = _longest(wins)
     every = torch.arange(num_seqs, device=steps.device)
-    next_tokens = noise.recovers(every, longest, _or_else(left[every, longest], p[every, longest]))
+    p, q = _pair(drafts, target, every, longest)
+    left = _left(joint[every, longest], p, q)
+    next_tokens = noise.recovers(every, longest, _or_else(left, p))
     return Verdicts(steps[:-1] < longest.unsqueeze(1), next_tokens)
 
 
@@ -304,8 +303,20 @@ def _joint(before: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
     return (before * (p_x / q_x)).clamp(max=1)
 
 
+def _pair(
+    drafts: DraftBatch, target: Target, seqs: Tensor, prefixes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """p after prefixes of chains, and the q of the nodes that follow; 0 where none does."""
+    p = checked(target(seqs, prefixes - 1), "p")
+    q = torch.zeros_like(p)
+    which = (prefixes < drafts.lengths[seqs]).nonzero().flatten()
+    if len(which) > 0:
+        q[which] = _law(drafts, seqs[which], prefixes[which], like=p[which])
+    return p, q
+
+
 def _left(joint: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """(P_i p - q)+ of `block`, not normalised: [B, K + 1, V]."""
+    """(P_i p - q)+ of `block`, not normalised: [A, V]."""
     return (joint.unsqueeze(-1).to(p.dtype) * p - q).clamp(min=0)
 
 

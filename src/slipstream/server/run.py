@@ -12,6 +12,7 @@ from slipstream.server.service import Service
 
 # What is sent last must still reach its client.
 _LAST_WORDS_SEC = 3
+_SWITCH_SEC = 5e-4
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -20,7 +21,9 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: somebody else has it, or it is none.
     """
-    taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Named as TCP, or asyncio leaves Nagle's algorithm on and chunks of a stream wait 40 ms.
+    taken = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         taken.bind((host, port))
@@ -58,6 +61,8 @@ class Server(uvicorn.Server):
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
+        # The event loop and the engine take turns; neither should wait as long as Python's 5 ms.
+        sys.setswitchinterval(_SWITCH_SEC)
         super().run(sockets or [self._address])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

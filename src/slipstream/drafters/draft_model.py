@@ -28,9 +28,18 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.sequence import Sequence
 from slipstream.core.speculative import TreeConfig
 from slipstream.core.target import TargetOutput
-from slipstream.drafters.levels import LevelGrower, Place, Run, by_run, drafts_of, fitted
+from slipstream.drafters.levels import (
+    LevelGrower,
+    Place,
+    Run,
+    by_run,
+    drafts_of,
+    fitted,
+    node_span,
+)
+from slipstream.drafters.pages import reserve
 from slipstream.drafters.tree_growth import Growth
-from slipstream.kv.blocks import BlockManager, OutOfBlocks
+from slipstream.kv.blocks import BlockManager
 from slipstream.kv.cache import KVCache
 from slipstream.loading.tokenizer import Tokenizer
 from slipstream.models import CausalLM
@@ -200,35 +209,21 @@ class DraftModelDrafter:
 
     def _reserve(self, seq_id: int, num_tokens: int, wanted: set[int]) -> bool:
         """Slots for a sequence, at the expense of those not drafted for now, or else of itself."""
-        while True:
-            try:
-                start = self._pages[seq_id].num_valid
-                copies = self.blocks.reserve(seq_id, start, num_tokens)
-            except OutOfBlocks:
-                idle = next((other for other in self._pages if other not in wanted), seq_id)
-                self.forget(idle)
-                if idle == seq_id:
-                    return False
-            else:
-                self._runner.cache.copy_blocks(copies)
-                return True
+        return reserve(
+            self.blocks,
+            self._runner.cache,
+            seq_id,
+            range(self._pages[seq_id].num_valid, num_tokens),
+            held=self._pages,
+            wanted=wanted,
+            forget=self.forget,
+        )
 
     def _feed(self, places: Seq[Place], depth: int) -> Tensor:
         """Compute nodes of a level: the logits after each, [R, V]."""
-        spans = []
-        for run, nodes in by_run(places):
-            growth, base = run.growth, len(run.seq.tokens)
-            spans.append(
-                Span(
-                    run.seq.seq_id,
-                    start=base + len(growth.fed),
-                    tokens=[growth.tokens[node] for node in nodes],
-                    positions=[base + depth] * len(nodes),
-                    num_logits=len(nodes),
-                    ancestors=growth.feed(nodes),
-                )
-            )
-        return self._forward(spans)
+        return self._forward(
+            [node_span(run, nodes, len(run.seq.tokens), depth) for run, nodes in by_run(places)]
+        )
 
     def _forward(self, spans: Seq[Span]) -> Tensor:
         """One pass of the draft model: logits [R, V], V being the target's vocabulary."""

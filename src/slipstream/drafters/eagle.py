@@ -28,9 +28,18 @@ from slipstream.core.draft import Draft, Verdict
 from slipstream.core.sequence import Sequence
 from slipstream.core.speculative import TreeConfig
 from slipstream.core.target import TargetOutput
-from slipstream.drafters.levels import LevelGrower, Place, Run, by_run, drafts_of, fitted
+from slipstream.drafters.levels import (
+    LevelGrower,
+    Place,
+    Run,
+    by_run,
+    drafts_of,
+    fitted,
+    node_span,
+)
+from slipstream.drafters.pages import reserve
 from slipstream.drafters.tree_growth import Growth
-from slipstream.kv.blocks import BlockManager, OutOfBlocks
+from slipstream.kv.blocks import BlockManager
 from slipstream.kv.cache import KVCache
 from slipstream.models.batch import Span, lay_out
 from slipstream.models.heads import FeatureHead
@@ -185,7 +194,10 @@ class EagleDrafter:
         def follow(places: Seq[Place], depth: int) -> Tensor:
             nonlocal features, rows
             before = [rows[run.index, run.growth.parents[node]] for run, node in places]
-            spans = [self._node_span(run, nodes, depth) for run, nodes in by_run(places)]
+            spans = [
+                node_span(run, nodes, self._pages[run.seq.seq_id].num_valid, depth)
+                for run, nodes in by_run(places)
+            ]
             features = self._forward(spans, features[before])
             rows = {(run.index, node): row for row, (run, node) in enumerate(places)}
             return self._logits(features)
@@ -242,28 +254,14 @@ class EagleDrafter:
         """Slots for a sequence, at the expense of those not drafted for now, or else of itself."""
         pages = self._pages[seq_id]
         stop = pages.num_valid + pages.num_waiting + num_nodes
-        while True:
-            try:
-                copies = self.blocks.reserve(seq_id, pages.num_valid, stop)
-            except OutOfBlocks:
-                idle = next((other for other in self._pages if other not in wanted), seq_id)
-                self.forget(idle)
-                if idle == seq_id:
-                    return False
-            else:
-                self._cache.copy_blocks(copies)
-                return True
-
-    def _node_span(self, run: Run, nodes: list[int], depth: int) -> Span:
-        """Nodes of one level, paired with the features they came from."""
-        growth, base = run.growth, self._pages[run.seq.seq_id].num_valid
-        return Span(
-            run.seq.seq_id,
-            start=base + len(growth.fed),
-            tokens=[growth.tokens[node] for node in nodes],
-            positions=[base + depth] * len(nodes),
-            num_logits=len(nodes),
-            ancestors=growth.feed(nodes),
+        return reserve(
+            self.blocks,
+            self._cache,
+            seq_id,
+            range(pages.num_valid, stop),
+            held=self._pages,
+            wanted=wanted,
+            forget=self.forget,
         )
 
     def _forward(self, spans: Seq[Span], features: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from slipstream.core.speculative import RULES, TreeConfig
 from slipstream.drafters.sampling import Candidates, coupled, independent
 from slipstream.drafters.tree_growth import Acceptance, Growth
 from slipstream.maths.noise import Address, StepNoise, Stream
+from slipstream.models.batch import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,19 @@ def by_run(places: Seq[Place]) -> list[tuple[Run, list[int]]]:
     for run, node in places:
         grouped.setdefault(run.index, (run, []))[1].append(node)
     return list(grouped.values())
+
+
+def node_span(run: Run, nodes: list[int], base: int, depth: int) -> Span:
+    """Nodes of one level, behind `base` keys and the levels fed before; they count as fed now."""
+    growth = run.growth
+    return Span(
+        run.seq.seq_id,
+        start=base + len(growth.fed),
+        tokens=[growth.tokens[node] for node in nodes],
+        positions=[base + depth] * len(nodes),
+        num_logits=len(nodes),
+        ancestors=growth.feed(nodes),
+    )
 
 
 def drafts_of(runs: Seq[Run], num_seqs: int) -> list[Draft]:

@@ -68,7 +68,7 @@ def cache_key(runner: ModelRunner) -> dict[str, Any]:
     return {
         "model": repr(runner.model.config),
         "weight_bytes": runner.model.weight_bytes,
-        "dtype": "packed" if runner.model.is_packed else str(runner.model.dtype),
+        "dtype": runner.model.kind,
         "kernels": native.describe(),
         "device": device.type,
         "machine": machine,

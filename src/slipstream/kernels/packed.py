@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from slipstream import native
 
 GROUP = 32
 _ROWS_PER_CHUNK = 4096
+# Read and packed at a time: whole tiles, few enough to be small beside any model.
+_ROWS_PER_READ = 128
 
 
 class Format(IntEnum):
@@ -48,16 +51,22 @@ class Format(IntEnum):
         return 256 if Format.Q4_K <= self <= Format.Q6_K else GROUP
 
 
+class RowBytes(Protocol):
+    """[rows, bytes of a row] uint8: an array, or what makes one of the rows that are asked for."""
+
+    def __getitem__(self, rows: slice, /) -> np.ndarray: ...
+
+
 @dataclass(frozen=True, slots=True)
 class StoredRows:
     """A matrix as its checkpoint stores it.
 
     Attributes:
-        blocks: [rows, bytes of a row] uint8.
+        blocks: [rows, bytes of a row] uint8; a few rows are asked for at a time.
         order: which stored row each row of the matrix is, int64; None is the stored order.
     """
 
-    blocks: np.ndarray
+    blocks: RowBytes
     order: np.ndarray | None = None
 
 
@@ -108,10 +117,18 @@ def pack_all(stored: Sequence[StoredPart]) -> tuple[list[PackedPart], list[Calla
 
 
 def _fill(part: PackedPart, stored: StoredPart) -> None:
-    rows = stored.read()
-    blocks = np.ascontiguousarray(rows.blocks)
-    order = rows.order if rows.order is not None else np.arange(part.num_rows)
-    native.load().pack(part.format, blocks, order, stored.shape[1], part.data)
+    """Pack a part, a few rows at a time: what is read is never in memory as a whole."""
+    rows, num_columns = stored.read(), stored.shape[1]
+    whole = np.arange(part.num_rows) if rows.order is None else rows.order
+    start = 0
+    for first in range(0, part.num_rows, _ROWS_PER_READ):
+        order = whole[first : first + _ROWS_PER_READ]
+        # Orders move rows within a head, so these are hardly more than the rows wanted.
+        lowest = int(order.min())
+        blocks = np.ascontiguousarray(rows.blocks[lowest : int(order.max()) + 1])
+        end = start + native.load().packed_bytes(part.format, len(order), num_columns)
+        native.load().pack(part.format, blocks, order - lowest, num_columns, part.data[start:end])
+        start = end
 
 
 class PackedWeight:
@@ -132,6 +149,11 @@ class PackedWeight:
         """Some rows, unpacked: [R] -> [R, I] float32."""
         assert len(self.parts) == 1, "rows of a stacked weight are nobody's"
         return unpack(self.parts[0], rows, self.shape[1])
+
+    def values(self) -> Tensor:
+        """All rows, unpacked: [O, I] float32."""
+        rows = [unpack(p, torch.arange(p.num_rows), self.shape[1]) for p in self.parts]
+        return torch.cat(rows)
 
 
 def unpack(part: PackedPart, rows: Tensor, num_columns: int) -> Tensor:

@@ -2,10 +2,10 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from slipstream.core.config import (
 )
 from slipstream.core.errors import ModelError
 from slipstream.kernels.packed import StoredRows
-from slipstream.loading.weights import StoredTensor
+from slipstream.loading.weights import FileRows, StoredTensor
 from slipstream.models import check_supported
 
 # Buffers that old checkpoints carry and no one needs.
@@ -267,13 +267,13 @@ def read_shard(path: Path, *, plus_one: bool = False) -> dict[str, StoredTensor]
     """The tensors of one safetensors file; see `read_tensors`."""
     try:
         shard = safe_open(path, framework="pt")
-        names = list(shard.keys())
+        spans = _spans(path)
     except FileNotFoundError:
         raise ModelError(f"{path.parent} has no {path.name}") from None
     except SafetensorError as error:
         raise ModelError(f"{path} is not a whole safetensors file: {error}") from error
     tensors = {}
-    for name in names:
+    for name, (start, end) in spans.items():
         if name.endswith(_IGNORED_SUFFIXES) or name.removeprefix("model.").startswith(_VISION):
             continue
         view = shard.get_slice(name)
@@ -283,13 +283,25 @@ def read_shard(path: Path, *, plus_one: bool = False) -> dict[str, StoredTensor]
             tensor = shard.get_tensor(name)
             return tensor.float() + 1 if is_norm else tensor
 
-        def rows(name: str = name) -> StoredRows:
-            return StoredRows(shard.get_tensor(name).view(torch.uint8).numpy())
-
+        shape = tuple(view.get_shape())
+        rows = FileRows.of(path, start, shape, end - start)
         tensors[_text_name(name)] = StoredTensor(
-            tuple(view.get_shape()), view.get_dtype(), read, rows
+            shape, view.get_dtype(), read, partial(StoredRows, rows)
         )
     return tensors
+
+
+def _spans(path: Path) -> dict[str, tuple[int, int]]:
+    """Where in a safetensors file each tensor begins and ends, which `safe_open` keeps to itself.
+
+    The file is 8 bytes N, N bytes of JSON, and the tensors, counted from there.
+    """
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    ends = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {name: (8 + size + start, 8 + size + end) for name, (start, end) in ends.items()}
 
 
 def _text_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Reading GGUF files: metadata, shapes and dequantised tensors, memory-mapped.
+"""Reading GGUF files: metadata, shapes, and tensors, as they are stored or dequantised.
 
 The container is read by the `gguf` package. This file knows what its names mean, and undoes what
 the conversion to GGUF did: rows of Llama's q and k are stored for interleaved rotary pairs.
@@ -18,7 +18,7 @@ from torch import Tensor
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ModelError
 from slipstream.kernels.packed import StoredRows
-from slipstream.loading.weights import StoredTensor
+from slipstream.loading.weights import FileRows, StoredTensor
 from slipstream.models import check_supported
 
 SUPPORTED_TYPES = frozenset(
@@ -67,7 +67,7 @@ class GGUFFile:
         reader = _open(path)
         self.metadata = _metadata(reader)
         self.config = _config(self.metadata, reader)
-        self.tensors = dict(_tensors(reader, self.config))
+        self.tensors = dict(_tensors(path, reader, self.config))
 
 
 class _Reader(gguf.GGUFReader):
@@ -208,7 +208,9 @@ def _refuse_unknown(arch: str, metadata: dict[str, Any], head_dim: int) -> None:
             raise ModelError(f"{arch}.{key} is not supported")
 
 
-def _tensors(reader: gguf.GGUFReader, config: ModelConfig) -> Iterator[tuple[str, StoredTensor]]:
+def _tensors(
+    path: Path, reader: gguf.GGUFReader, config: ModelConfig
+) -> Iterator[tuple[str, StoredTensor]]:
     for tensor in reader.tensors:
         if tensor.name == "rope_freqs.weight":
             continue  # already in the config
@@ -223,24 +225,27 @@ def _tensors(reader: gguf.GGUFReader, config: ModelConfig) -> Iterator[tuple[str
         elif config.model_type == "llama" and name.endswith(("k_proj.weight", "k_proj.bias")):
             num_heads = config.num_kv_heads
 
-        def read(tensor: gguf.ReaderTensor = tensor, num_heads: int = num_heads) -> Tensor:
-            dense = _dequantise(tensor)
-            return _half_split(dense, num_heads) if num_heads else dense
-
         shape = tuple(int(size) for size in reversed(tensor.shape))
+        blocks = FileRows.of(path, tensor.data_offset, shape, tensor.n_bytes)
+        yield name, _stored_tensor(shape, tensor.tensor_type, blocks, num_heads)
 
-        def rows(
-            tensor: gguf.ReaderTensor = tensor,
-            shape: tuple[int, ...] = shape,
-            num_heads: int = num_heads,
-        ) -> StoredRows:
-            blocks = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(shape[0], -1)
-            order = torch.arange(shape[0])
-            if num_heads:
-                order = _half_split(order.unsqueeze(1), num_heads).squeeze(1)
-            return StoredRows(blocks, order.numpy())
 
-        yield name, StoredTensor(shape, kind, read, rows)
+def _stored_tensor(
+    shape: tuple[int, ...], kind: gguf.GGMLQuantizationType, blocks: FileRows, num_heads: int
+) -> StoredTensor:
+    """A tensor of the file, its rows interleaved within so many heads; 0 is rows in order."""
+
+    def read() -> Tensor:
+        dense = torch.from_numpy(gguf.quants.dequantize(blocks[:], kind)).view(shape)
+        return _half_split(dense, num_heads) if num_heads else dense
+
+    def rows() -> StoredRows:
+        if not num_heads:
+            return StoredRows(blocks)
+        order = torch.arange(shape[0]).unsqueeze(1)
+        return StoredRows(blocks, _half_split(order, num_heads).squeeze(1).numpy())
+
+    return StoredTensor(shape, kind.name, read, rows)
 
 
 def _hub_name(name: str, arch: str) -> str:
@@ -251,12 +256,6 @@ def _hub_name(name: str, arch: str) -> str:
     if (match := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)) and match[2] in names:
         return f"model.layers.{match[1]}.{names[match[2]]}.{kind}"
     return name  # unknown: reported as surplus under its own name
-
-
-def _dequantise(tensor: gguf.ReaderTensor) -> Tensor:
-    dense = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-    # Unquantised tensors come as views of the read-only file.
-    return torch.from_numpy(dense if dense.flags.writeable else dense.copy())
 
 
 def _half_split(rows: Tensor, num_heads: int) -> Tensor:

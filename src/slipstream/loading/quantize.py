@@ -5,14 +5,16 @@ Q8_0 and Q4_1 of GGUF, whose package does the rounding.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import gguf
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
-from slipstream.kernels.packed import GROUP, Format, StoredRows
+from slipstream.kernels.packed import GROUP, Format, RowBytes, StoredRows
 from slipstream.loading.weights import StoredTensor
 
 KINDS = {"int8": Format.Q8_0, "int4": Format.Q4_1}
@@ -42,12 +44,28 @@ def quantized(tensors: Mapping[str, StoredTensor], name: str) -> dict[str, Store
 
 
 def _coarser(tensor: StoredTensor, kind: Format) -> StoredTensor:
-    ggml = gguf.GGMLQuantizationType[kind.name]
-
-    def blocks() -> np.ndarray:
-        return gguf.quants.quantize(tensor.read().float().numpy(), ggml)
+    fine, coarse = GGMLQuantizationType[tensor.kind], GGMLQuantizationType[kind.name]
 
     def read() -> Tensor:
-        return torch.from_numpy(gguf.quants.dequantize(blocks(), ggml))
+        blocks = gguf.quants.quantize(tensor.read().float().numpy(), coarse)
+        return torch.from_numpy(gguf.quants.dequantize(blocks, coarse))
 
-    return StoredTensor(tensor.shape, kind.name, read, lambda: StoredRows(blocks()))
+    def rows() -> StoredRows:
+        assert tensor.rows is not None, "matrices of floats have rows"
+        stored = tensor.rows()
+        return StoredRows(_CoarseRows(stored.blocks, fine, coarse), stored.order)
+
+    return StoredTensor(tensor.shape, kind.name, read, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _CoarseRows:
+    """Rows of floats, quantised when a slice of them is asked for."""
+
+    floats: RowBytes
+    fine: GGMLQuantizationType
+    coarse: GGMLQuantizationType
+
+    def __getitem__(self, rows: slice, /) -> np.ndarray:
+        dense = gguf.quants.dequantize(self.floats[rows], self.fine)
+        return gguf.quants.quantize(dense, self.coarse)

@@ -4,12 +4,16 @@ Checkpoints of any kind present their tensors under the names of Hugging Face's 
 files, in the layout those have.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
+from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -40,6 +44,34 @@ class StoredTensor:
     rows: Callable[[], StoredRows] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FileRows:
+    """Rows of a file, [rows, bytes of a row] uint8, read when a slice of them is asked for.
+
+    Read rather than mapped: a page of a mapped file stays part of the process until the mapping
+    ends, so the process would grow to the packed model and its file together.
+
+    Attributes:
+        offset: where in the file the first row begins, in bytes.
+    """
+
+    path: Path
+    offset: int
+    num_rows: int
+    row_bytes: int
+
+    @classmethod
+    def of(cls, path: Path, offset: int, shape: tuple[int, ...], num_bytes: int) -> Self:
+        """The rows of a tensor: all its dimensions but the last count as rows."""
+        num_rows = math.prod(shape[:-1])
+        return cls(path, offset, num_rows, num_bytes // max(num_rows, 1))
+
+    def __getitem__(self, rows: slice, /) -> np.ndarray:
+        first, last, _ = rows.indices(self.num_rows)
+        start, num_bytes = self.offset + first * self.row_bytes, (last - first) * self.row_bytes
+        return np.fromfile(self.path, np.uint8, num_bytes, offset=start).reshape(-1, self.row_bytes)
+
+
 def load_model(
     config: ModelConfig,
     tensors: Mapping[str, StoredTensor],
@@ -64,9 +96,13 @@ def load_model(
     jobs: list[Callable[[], None]] = []
     if dtype is None:
         jobs += _pack(model, tensors)
-    cast(model, dtype or torch.float32).to_empty(device=device)
-    for parameter in model.parameters():
-        parameter.data.fill_(torch.nan)
+    cast(model, dtype or torch.float32)
+    # Not `to_empty`: on meta tensors torch imports sympy for it, half a second and 30 MB.
+    room = {
+        name: torch.full(slot.shape, torch.nan, dtype=slot.dtype, device=device)
+        for name, slot in model.state_dict().items()
+    }
+    model.load_state_dict(room, assign=True)
     jobs += [partial(_fill, slot, name, tensors) for name, slot in parameter_slots(model)]
 
     with ThreadPoolExecutor(native.num_threads()) as pool:

@@ -14,7 +14,16 @@ from torch import Tensor
 from packing import dense, packed_part, random_blocks, random_weight, run
 from slipstream import native
 from slipstream.kernels import Recording, packed
-from slipstream.kernels.packed import Format, PackedPart, PackedWeight, rounded, unpack
+from slipstream.kernels.packed import (
+    Format,
+    PackedPart,
+    PackedWeight,
+    StoredPart,
+    StoredRows,
+    pack_all,
+    rounded,
+    unpack,
+)
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="no native kernels here")
 
@@ -75,6 +84,26 @@ def test_values_are_those_of_gguf(format: Format, num_rows: int, num_blocks: int
     assert torch.equal(values, expected[order])
     some = torch.from_numpy(order[: num_rows // 2 + 1].copy())
     assert torch.equal(PackedWeight([part], num_columns)[some], expected[order][some])
+
+
+def test_rows_are_read_a_few_at_a_time() -> None:
+    """Also where the order moves them, as that of rotary pairs does within a head."""
+    num_heads, head_dim, num_columns = 20, 40, 64
+    blocks = random_blocks(Format.Q8_0, num_heads * head_dim, num_columns)
+    order = np.arange(len(blocks)).reshape(num_heads, head_dim)[:, ::-1].ravel()
+    lengths = []
+
+    class Rows:
+        def __getitem__(self, rows: slice, /) -> np.ndarray:
+            lengths.append(rows.stop - rows.start)
+            return blocks[rows]
+
+    shape = (len(blocks), num_columns)
+    (part,), (fill,) = pack_all([StoredPart(Format.Q8_0, shape, lambda: StoredRows(Rows(), order))])
+    fill()
+    values = unpack(part, torch.arange(len(blocks)), num_columns)
+    assert torch.equal(values, dense(Format.Q8_0, blocks)[order.copy()])
+    assert max(lengths) < len(blocks) / 2
 
 
 @pytest.mark.parametrize("format", [f for f in Format if not f.is_float])

@@ -293,3 +293,16 @@ def test_gemma_norms_add_one_without_rounding(tmp_path: Path) -> None:
 def test_old_rotary_buffers_are_skipped(tmp_path: Path) -> None:
     save(tmp_path, LLAMA, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)})
     assert not ModelDirectory(tmp_path).tensors
+
+
+def test_rows_are_the_bytes_of_the_tensor(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    numbers = torch.arange(24.0).view(6, 4)
+    tensors = {"a": torch.ones(3), "b": numbers, "c": numbers.bfloat16() + 1}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    read = ModelDirectory(tmp_path).tensors
+    for name in ("b", "c"):
+        rows = read[name].rows
+        assert rows is not None
+        some = torch.from_numpy(rows().blocks[1:4]).view(tensors[name].dtype)
+        assert torch.equal(some, tensors[name][1:4])

@@ -448,6 +448,9 @@ def test_blocks_mean_what_their_layout_says(
     np.testing.assert_allclose(
         read.numpy(), expected.reshape(num_rows, num_columns), rtol=1e-6, atol=1e-3
     )
+    assert stored.rows is not None
+    rows = np.frombuffer(data, np.uint8).reshape(num_rows, -1)
+    np.testing.assert_array_equal(stored.rows().blocks[2:5], rows[2:5])
 
 
 @pytest.mark.parametrize(
@@ -484,8 +487,13 @@ def test_rows_of_quantised_queries_are_put_back_as_well(
     tensors = {**to_gguf(make_weights("llama", 1), "llama")}
     tensors["blk.0.attn_q.weight"] = (Kind.Q8_0, packed)
     file = write_gguf(tmp_path / "model.gguf", gguf_metadata("llama", 1), tensors)
-    read = GGUFFile(file).tensors["model.layers.0.self_attn.q_proj.weight"].read().numpy()
+    stored = GGUFFile(file).tensors["model.layers.0.self_attn.q_proj.weight"]
+    read = stored.read().numpy()
     assert np.abs(read - weights).max() < 0.005
+    assert stored.rows is not None
+    rows = stored.rows()
+    as_stored = gguf.quants.dequantize(rows.blocks[0 : len(weights)], Kind.Q8_0)
+    np.testing.assert_array_equal(as_stored[rows.order], read)
 
 
 # Damage ---------------------------------------------------------------------------------------

@@ -1,15 +1,19 @@
 """Float checkpoints with fewer bits, on request."""
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
 from slipstream.core.errors import ConfigError
+from slipstream.kernels.packed import StoredRows
 from slipstream.loading.quantize import quantized
 from slipstream.loading.weights import StoredTensor
 
 
 def stored(tensor: torch.Tensor, kind: str = "F32") -> StoredTensor:
-    return StoredTensor(tuple(tensor.shape), kind, lambda: tensor)
+    rows = StoredRows(tensor.numpy().view(np.uint8))
+    return StoredTensor(tuple(tensor.shape), kind, lambda: tensor, lambda: rows)
 
 
 @pytest.fixture
@@ -28,10 +32,20 @@ def test_values_are_off_by_half_a_level_at_most(matrix, name: str, kind: str, le
     assert bool(((tensor.read().unflatten(1, (-1, 32)) - groups).abs() <= limit).all())
 
 
-def test_what_is_packed_is_what_is_read(matrix) -> None:
-    tensor = quantized({"w": stored(matrix)}, "int8")["w"]
-    assert tensor.rows is not None
-    assert tensor.rows().blocks.shape == (4, 64 // 32 * 34)
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("source", ["F32", "F16", "BF16"])
+def test_what_is_packed_is_what_is_read(matrix, source: str, name: str) -> None:
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[source]
+    floats = matrix.to(dtype)
+    order = np.array([0, 2, 1, 3])
+    rows = StoredRows(floats.view(torch.uint8).numpy(), order)
+    fine = StoredTensor((4, 64), source, lambda: floats[order], lambda: rows)
+    coarse = quantized({"w": fine}, name)["w"]
+    assert coarse.rows is not None
+    blocks = coarse.rows().blocks
+    some = np.concatenate([blocks[0:1], blocks[1:4]])
+    values = gguf.quants.dequantize(some, gguf.GGMLQuantizationType[coarse.kind])
+    assert torch.equal(torch.from_numpy(values[coarse.rows().order]), coarse.read())
 
 
 def test_vectors_and_quantised_matrices_stay(matrix) -> None:

@@ -7,7 +7,7 @@ public engine at some time, and names the check that must then fail.
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slipstream.check import engine, rules
 from slipstream.check.report import Check, Planted
+from slipstream.core.controls import Row
 from slipstream.core.sequence import Sequence
 from slipstream.drafters import synthetic
 from slipstream.engine import commit, step
@@ -25,7 +26,7 @@ from slipstream.engine import verifier as verifier_module
 from slipstream.kv.blocks import BlockManager
 from slipstream.kv.cache import KVCache
 from slipstream.maths import acceptance, distributions, noise, trees
-from slipstream.maths.noise import StepNoise, Stream
+from slipstream.maths.noise import Key, StepNoise
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,29 +116,22 @@ def _rounded(logits: Tensor, controls: Any) -> Tensor:
 
 
 def _at_without_path(self: Any, places: Places) -> Any:
-    empty = [type(draft)() for draft in self.drafts]
-    blind = verifier_module._Places(self.logits, self.first_rows, self.seqs, empty)
-    _, settings = _at(blind, [(b, -1) for b, _ in places])
-    return _at(self, places)[0], settings
+    logits, rows = _at(self, places)
+    blind = [replace(row, drafted=[row.tokens[0]] * len(row.drafted)) for row in rows]
+    return logits, blind
 
 
 def _at_previous_row(self: Any, places: Places) -> Any:
-    rows, _ = _at(self, [(b, max(node - 1, -1)) for b, node in places])
-    return rows, _at(self, places)[1]
+    logits, _ = _at(self, [(b, max(node - 1, -1)) for b, node in places])
+    return logits, _at(self, places)[1]
 
 
-def _addresses_by_row(self: Any, places: Places) -> Any:
-    return [
-        noise.Address(noise.Key(address.key.seed, b), address.stream, address.position)
-        for (b, _), address in zip(places, _addresses(self, places), strict=True)
-    ]
+def _sample_by_row(logits: Tensor, rows: Seq[Row], keys: Seq[Key]) -> Tensor:
+    return _sample(logits, rows, [Key(key.seed, row) for row, key in enumerate(keys)])
 
 
-def _addresses_of_step(self: Any, places: Places) -> Any:
-    return [
-        noise.Address(address.key, Stream.TARGET, len(self.seqs[b].tokens))
-        for (b, _), address in zip(places, _addresses(self, places), strict=True)
-    ]
+def _position_of_step(self: Row) -> int:
+    return len(self.tokens)
 
 
 def _keep_rejected(self: Any, seq: Sequence, num_tokens: int) -> None:
@@ -178,7 +172,7 @@ def _uncapped(before: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
 _accepts = StepNoise.accepts
 _edited = distributions.edited
 _at = verifier_module._Places.at
-_addresses = verifier_module._Places.addresses
+_sample = verifier_module._sample
 _advance = engine_module.Engine._advance
 
 _exact = partial(rules.exact_laws, ("plain",))
@@ -247,16 +241,16 @@ BUGS: tuple[Bug, ...] = (
     Bug("logits of the wrong row", verifier_module._Places, "at", _at_previous_row, _chains),
     Bug(
         "noise depends on the row in the batch",
-        verifier_module._Places,
-        "addresses",
-        _addresses_by_row,
+        verifier_module,
+        "_sample",
+        _sample_by_row,
         _chains,
     ),
     Bug(
         "one noise for all positions of a step",
-        verifier_module._Places,
-        "addresses",
-        _addresses_of_step,
+        Row,
+        "position",
+        property(_position_of_step),
         _chains,
     ),
     Bug("K/V kept of a rejected token", engine_module.Engine, "_advance", _keep_rejected, _chains),

@@ -41,7 +41,7 @@ from slipstream.drafters.pages import reserve
 from slipstream.drafters.tree_growth import Growth
 from slipstream.kv.blocks import BlockManager
 from slipstream.kv.cache import KVCache
-from slipstream.models.batch import Span, lay_out
+from slipstream.models.batch import Span, lay_out, rows_at
 from slipstream.models.heads import FeatureHead
 from slipstream.models.heads.native import HeadRunner
 
@@ -198,7 +198,7 @@ class EagleDrafter:
                 node_span(run, nodes, self._pages[run.seq.seq_id].num_valid, depth)
                 for run, nodes in by_run(places)
             ]
-            features = self._forward(spans, features[before])
+            features = self._forward(spans, rows_at(features, before))
             rows = {(run.index, node): row for row, (run, node) in enumerate(places)}
             return self._logits(features)
 
@@ -267,7 +267,8 @@ class EagleDrafter:
     def _forward(self, spans: Seq[Span], features: Tensor) -> Tensor:
         """One pass of the head: the features that follow, where they are asked for, [R, hidden]."""
         batch = lay_out(spans, self.blocks, self.device)
-        return self._runner.forward(batch, features)[batch.logit_rows]
+        after = self._runner.forward(batch, features)
+        return after if len(batch.logit_rows) == len(after) else after[batch.logit_rows]
 
     def _logits(self, features: Tensor) -> Tensor:
         return fitted(self.head.logits(features), self.vocab_size)

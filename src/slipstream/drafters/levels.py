@@ -102,16 +102,7 @@ class LevelGrower:
 
     def _draw(self, places: Seq[Place], depth: int, logits: Tensor) -> Candidates:
         seqs = [run.seq for run, _ in places]
-        rows = [
-            Row(
-                run.seq.params,
-                run.seq.tokens + run.growth.path_tokens(node),
-                run.seq.num_prompt,
-                run.seq.stop_ids,
-                run.seq.grammar,
-            )
-            for run, node in places
-        ]
+        rows = [Row.after(run.seq, run.growth.path_tokens(node)) for run, node in places]
         if self.rule == "match":
             noise = [Address(seq.key, Stream.TARGET, len(seq.tokens) + depth) for seq in seqs]
             return coupled(logits, rows, noise, self.width)
@@ -152,5 +143,7 @@ def drafts_of(runs: Seq[Run], num_seqs: int) -> list[Draft]:
 
 def fitted(logits: Tensor, vocab_size: int) -> Tensor:
     """Logits [R, any] over the target's vocabulary: [R, V]; what is not known is impossible."""
+    if logits.shape[1] == vocab_size:
+        return logits
     logits = logits[:, :vocab_size]
     return F.pad(logits, (0, vocab_size - logits.shape[1]), value=-torch.inf)

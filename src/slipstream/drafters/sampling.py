@@ -8,9 +8,11 @@
 Both take the controls of the request, penalties and bias included, as the target does.
 """
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ from slipstream.maths.noise import Address, exponential_at
 
 # What the 1st, 2nd, ... sample is worth while nothing is known: this share of what is left.
 _PRIOR_SHARE = 0.65
+# Up to so many candidates are found one by one.
+_FEW = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +57,15 @@ def coupled(
 
     A candidate leads by what it is ahead: log q plus Gumbel noise, softmax over the candidates.
     """
-    settings = controls(rows, logits.device)
-    is_greedy = settings.temperature == 0
-    # The scores of temperature 0 have one possible token; runners-up are wanted too.
-    temperature = torch.where(is_greedy, 1.0, settings.temperature)
-    weights = _scores(logits, replace(settings, temperature=temperature))
-
-    tokens = torch.empty(len(rows), num_candidates, dtype=torch.int64, device=logits.device)
-    tokens[is_greedy] = _largest(weights[is_greedy], num_candidates)
-    racing = (~is_greedy).nonzero().flatten().tolist()
-    if racing:
-        noise = [addresses[row] for row in racing]
-        tokens[racing] = finishers(weights[racing], noise, num_candidates)
-
-    ahead = weights.gather(1, tokens)
-    possible = ahead > -torch.inf
-    if num_candidates > 1 and racing:
-        ahead[racing] -= exponential_at(noise, tokens[racing]).log()
-    leads = torch.softmax(ahead, -1).nan_to_num()
-    return Candidates(tokens.tolist(), leads.tolist(), possible.tolist())
+    if all(row.is_argmax for row in rows):
+        tokens, ahead = _largest(logits, num_candidates)
+    else:
+        tokens, ahead = _first_to_finish(logits, rows, addresses, num_candidates)
+    return Candidates(
+        tokens=tokens.tolist(),
+        leads=[_softmax(row) for row in ahead.tolist()],
+        possible=(ahead > -math.inf).tolist(),
+    )
 
 
 def independent(
@@ -103,15 +97,64 @@ def _scores(logits: Tensor, settings: Controls) -> Tensor:
     """
     logits = distributions.edited(logits, settings)
     settings = replace(settings, edits={})
-    is_hopeless = ~torch.isfinite(logits.amax(-1, keepdim=True))
+    is_hopeless = ~distributions.usable(logits).unsqueeze(-1)
     if not is_hopeless.any():
         return distributions.scores(logits, settings)
     weights = distributions.scores(logits.masked_fill(is_hopeless, 0.0), settings)
     return weights.masked_fill(is_hopeless, -torch.inf)
 
 
-def _largest(weights: Tensor, count: int) -> Tensor:
-    """The `count` largest of each row; of one, the lowest token id among equals."""
-    if count == 1:
-        return weights.argmax(-1, keepdim=True)
-    return weights.topk(count, dim=-1).indices
+def _first_to_finish(
+    logits: Tensor, rows: Seq[Row], addresses: Seq[Address], count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The candidates of `coupled`, and how far each is ahead: [R, count] each."""
+    settings = controls(rows, logits.device)
+    # The scores of temperature 0 have one possible token; runners-up are wanted too.
+    temperature = torch.where(settings.temperature == 0, 1.0, settings.temperature)
+    weights = _scores(logits, replace(settings, temperature=temperature))
+
+    tokens, ahead = _largest(weights, count)
+    racing = [i for i, row in enumerate(rows) if row.params.temperature > 0]
+    if racing:
+        noise = [addresses[i] for i in racing]
+        first = finishers(weights[racing], noise, count)
+        tokens[racing] = first.cpu()
+        ahead[racing] = weights[racing].gather(1, first).cpu()
+        if count > 1:
+            ahead[racing] -= exponential_at(noise, first).log().cpu().numpy()
+    return tokens, ahead
+
+
+def _largest(rows: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The `count` largest of each row, in order: indices and values, [R, count] each.
+
+    A row whose largest is not finite cannot be sampled; its values are -inf.
+    """
+    if rows.device.type == "cpu" and count <= _FEW:
+        indices, values = _largest_in_turn(rows, count)
+    else:
+        values, indices = (part.numpy(force=True) for part in rows.topk(count, dim=-1))
+    values[~np.isfinite(values[:, 0])] = -np.inf
+    return indices, values
+
+
+def _largest_in_turn(rows: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """One after another, which takes numpy a fraction of the time of torch's `topk`."""
+    left = rows.numpy() if count == 1 else rows.numpy().copy()
+    every = np.arange(len(left))
+    indices = np.empty((len(left), count), np.int64)
+    values = np.empty((len(left), count), left.dtype)
+    for rank in range(count):
+        best = left.argmax(-1)
+        indices[:, rank], values[:, rank] = best, left[every, best]
+        if rank + 1 < count:
+            left[every, best] = -np.inf
+    return indices, values
+
+
+def _softmax(ahead: list[float]) -> list[float]:
+    """Of numbers whose first is the largest; all 0 if that is not finite."""
+    if not math.isfinite(ahead[0]):
+        return [0.0] * len(ahead)
+    shares = [math.exp(value - ahead[0]) for value in ahead]
+    return [share / sum(shares) for share in shares]

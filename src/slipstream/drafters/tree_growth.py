@@ -117,19 +117,14 @@ class Growth:
             Which of all fed nodes each of them sees, [n, m] bool; None if they are a chain.
         """
         self.fed += nodes
-        slots = {-1: -1} | {node: slot for slot, node in enumerate(self.fed)}
-        parents = [slots[self.parents[node]] for node in self.fed]
-        if parents == trees.chain(len(parents)):
+        if self._path(nodes[-1]) == self.fed:
             return None
-        return trees.ancestor_mask(parents)[-len(nodes) :]
+        paths = [set(self._path(node)) for node in nodes]
+        return torch.tensor([[node in path for node in self.fed] for path in paths])
 
     def path_tokens(self, node: int) -> list[int]:
         """The tokens from the root to a node, itself included."""
-        path: list[int] = []
-        while node >= 0:
-            path.append(self.tokens[node])
-            node = self.parents[node]
-        return path[::-1]
+        return [self.tokens[node] for node in self._path(node)]
 
     def follow(self, committed: Seq[int], acceptance: Acceptance) -> list[int]:
         """The nodes that committed tokens run through; `acceptance` learns from them."""
@@ -159,3 +154,11 @@ class Growth:
             [renumbered[self.parents[node]] for node in kept],
             torch.stack([self.laws[node] for node in kept]) if self.laws else None,
         )
+
+    def _path(self, node: int) -> list[int]:
+        """The nodes from the root to a node, itself included."""
+        path: list[int] = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]

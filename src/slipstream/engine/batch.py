@@ -28,15 +28,13 @@ def pack(plan: Plan, drafts: Seq[Draft], blocks: BlockManager, device: torch.dev
                 tokens=seq.tokens[start:stop] + draft.token_ids,
                 positions=[*range(start, stop), *(len(seq.tokens) + depth for depth in depths)],
                 num_logits=1 + len(draft) if reaches_end else 0,
-                ancestors=None if draft.is_chain else _ancestors(stop - start, draft),
+                ancestors=None if draft.is_chain else _ancestors(stop - start, draft.parents),
             )
         )
     return lay_out(spans, blocks, device)
 
 
-def _ancestors(num_committed: int, draft: Draft) -> Tensor:
-    """Which pending tokens each one sees: committed ones causally, nodes their own path."""
-    size = num_committed + len(draft)
-    visible = torch.ones(size, size, dtype=torch.bool).tril()
-    visible[num_committed:, num_committed:] = trees.ancestor_mask(draft.parents)
-    return visible
+def _ancestors(num_committed: int, parents: Seq[int]) -> Tensor:
+    """Which pending tokens each one sees: of one tree, whose trunk is the committed ones."""
+    trunk = trees.chain(num_committed)
+    return trees.ancestor_mask([*trunk, *(num_committed + parent for parent in parents)])

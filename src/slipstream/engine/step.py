@@ -7,9 +7,6 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from slipstream.core.draft import NO_DRAFT, Draft, Verdict
 from slipstream.core.grammar import permitted
 from slipstream.core.sequence import Sequence
@@ -19,6 +16,7 @@ from slipstream.engine.batch import pack
 from slipstream.engine.controller import Controller
 from slipstream.engine.scheduler import Plan, Scheduler
 from slipstream.engine.verifier import Verifier
+from slipstream.maths import distributions
 from slipstream.models.batch import key_slots
 from slipstream.models.runner import ModelRunner
 
@@ -120,7 +118,7 @@ def _accept(
 ) -> tuple[list[Verdict | None], list[Sequence]]:
     verdicts: list[Verdict | None] = [None] * len(plan.seqs)
     poisoned = []
-    usable = _usable_rows(target.logits)
+    usable = distributions.usable(target.logits).tolist()
     healthy, first_rows = [], []
     for i, first_row in enumerate(target.first_rows):
         if first_row is None:
@@ -137,13 +135,6 @@ def _accept(
         for i, verdict in zip(healthy, decided, strict=True):
             verdicts[i] = verdict
     return verdicts, poisoned
-
-
-def _usable_rows(logits: Tensor) -> list[bool]:
-    """Rows whose maximum is finite: no NaN, no +inf, something possible."""
-    if logits.numel() == 0:
-        return []
-    return torch.isfinite(logits.amax(-1)).tolist()
 
 
 def _moves(parts: Parts, plan: Plan, verdicts: Seq[Verdict | None]) -> list[tuple[int, int]]:

@@ -17,8 +17,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.sequence import Sequence
 from slipstream.maths import acceptance, distributions
 from slipstream.maths.acceptance import DraftBatch, FreshNoise, Target, Verdicts
-from slipstream.maths.distributions import Controls
-from slipstream.maths.noise import Address, StepNoise, Stream
+from slipstream.maths.noise import Address, Key, StepNoise, Stream, first_argmax
+from slipstream.models.batch import rows_at
 
 
 class Verifier(Protocol):
@@ -34,7 +34,7 @@ class Verifier(Protocol):
         """One verdict per sequence.
 
         Args:
-            logits: rows of all sequences.
+            logits: rows of all sequences; those of these can be sampled (`distributions.usable`).
             first_rows: where each sequence's 1 + N rows begin.
         """
 
@@ -54,10 +54,9 @@ class MatchVerifier:
         next_tokens = [-1] * len(drafts)
         walking = [(b, -1) for b in range(len(drafts))]
         while walking:
-            rows, settings = places.at(walking)
-            sampled = distributions.sample(rows, settings, places.addresses(walking)).tolist()
+            sampled = _sample(*places.at(walking), [seqs[b].key for b, _ in walking])
             followed = []
-            for (b, node), token in zip(walking, sampled, strict=True):
+            for (b, node), token in zip(walking, sampled.tolist(), strict=True):
                 next_tokens[b] = token
                 if (child := drafts[b].child(node, token)) is not None:
                     accepted[b].append(child)
@@ -78,7 +77,8 @@ class RatioVerifier:
 
         def target(which: Tensor, nodes: Tensor) -> Tensor:
             some = list(zip(which.tolist(), nodes.tolist(), strict=True))
-            return distributions.probabilities(*places.at(some))
+            rows_logits, rows = places.at(some)
+            return distributions.probabilities(rows_logits, controls(rows, logits.device))
 
         noise = StepNoise([seq.key for seq in seqs], [len(seq.tokens) for seq in seqs])
         batch = _pad(drafts, logits.device)
@@ -117,39 +117,19 @@ class _Places:
         self.seqs = seqs
         self.drafts = drafts
 
-    def at(self, places: Seq[tuple[int, int]]) -> tuple[Tensor, Controls]:
-        """Logits [A, V] after (sequence, node) places, and the controls that apply there."""
-        rows = [
-            Row(
-                self.seqs[b].params,
-                self.seqs[b].tokens + _path_tokens(self.drafts[b], node),
-                self.seqs[b].num_prompt,
-                self.seqs[b].stop_ids,
-                self.seqs[b].grammar,
-            )
-            for b, node in places
-        ]
+    def at(self, places: Seq[tuple[int, int]]) -> tuple[Tensor, list[Row]]:
+        """Logits [A, V] after (sequence, node) places, and what is sampled there."""
         index = [self.first_rows[b] + 1 + node for b, node in places]
-        return _rows(self.logits, index), controls(rows, self.logits.device)
-
-    def addresses(self, places: Seq[tuple[int, int]]) -> list[Address]:
-        """The noise of the positions after those places."""
-        return [
-            Address(
-                self.seqs[b].key,
-                Stream.TARGET,
-                len(self.seqs[b].tokens) + len(_path_tokens(self.drafts[b], node)),
-            )
-            for b, node in places
-        ]
+        rows = [Row.after(self.seqs[b], _path_tokens(self.drafts[b], node)) for b, node in places]
+        return rows_at(self.logits, index), rows
 
 
-def _rows(logits: Tensor, index: list[int]) -> Tensor:
-    """Some rows, copied only where they do not lie together."""
-    first = index[0]
-    if index == list(range(first, first + len(index))):
-        return logits[first : first + len(index)]
-    return logits[index]
+def _sample(logits: Tensor, rows: Seq[Row], keys: Seq[Key]) -> Tensor:
+    """The plain stream's token at each position: [A] int64."""
+    if all(row.is_argmax for row in rows):
+        return first_argmax(logits.float())
+    noise = [Address(key, Stream.TARGET, row.position) for key, row in zip(keys, rows, strict=True)]
+    return distributions.sample(logits, controls(rows, logits.device), noise)
 
 
 def _pad(drafts: Seq[Draft], device: torch.device) -> DraftBatch:

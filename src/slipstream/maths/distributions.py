@@ -18,6 +18,7 @@ leaves no noise in memory. Its tokens are those of the code below, but for times
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,6 +100,13 @@ class Controls:
         return Controls(
             self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], {}
         )
+
+
+def usable(logits: Tensor) -> Tensor:
+    """Rows that can be sampled, [R] bool: their largest logit is finite, so there is no NaN."""
+    if logits.device.type == "cpu":  # where numpy is several times as fast as torch
+        return torch.from_numpy(np.isfinite(logits.numpy().max(-1)))
+    return torch.isfinite(logits.amax(-1))
 
 
 def edited(logits: Tensor, controls: Controls) -> Tensor:
@@ -205,7 +213,7 @@ def _race(
 
 
 def _usable(logits: Tensor) -> Tensor:
-    if not bool(torch.isfinite(logits.amax(-1)).all()):
+    if not bool(usable(logits).all()):
         raise ValueError(_UNUSABLE)
     return logits
 

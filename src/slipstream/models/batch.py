@@ -78,22 +78,30 @@ def lay_out(spans: Seq[Span], blocks: BlockManager, device: torch.device | str) 
         first_rows.append(len(logit_rows) if span.num_logits else None)
         logit_rows += range(len(ids) - span.num_logits, len(ids))
 
-    place = torch.tensor([ids, positions, slots], dtype=torch.int64).to(device)
+    places = torch.tensor([ids, positions, slots], dtype=torch.int64, device=device).unbind()
     return Batch(
-        ids=place[0],
-        positions=place[1],
-        slots=place[2],
+        ids=places[0],
+        positions=places[1],
+        slots=places[2],
         attention=AttentionPlan(
             num_computed=[span.start for span in spans],
             num_pending=[len(span.tokens) for span in spans],
             tables=[blocks.table(span.seq_id) for span in spans],
-            positions=place[1],
+            positions=places[1],
             ancestors=[span.ancestors for span in spans],
         ),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         first_rows=first_rows,
         first_tokens=first_tokens,
     )
+
+
+def rows_at(rows: Tensor, index: list[int]) -> Tensor:
+    """Some rows, copied only where they do not lie together."""
+    first = index[0]
+    if index == list(range(first, first + len(index))):
+        return rows[first : first + len(index)]
+    return rows[index]
 
 
 def key_slots(blocks: BlockManager, seq_id: int, keys: Seq[int]) -> list[int]:

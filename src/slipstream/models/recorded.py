@@ -14,6 +14,8 @@ from slipstream.models.layers import CausalLM
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _NOTHING = np.empty(0, np.int64)
+_NO_SPANS = np.empty((0, 5), np.int64)
+_NO_MASK = np.empty(0, np.uint8)
 
 
 class RecordedModel:
@@ -83,9 +85,9 @@ def run_on_rows(program: Any, rows: Tensor, out: Tensor) -> None:
         ids=None,
         positions=None,
         slots=None,
-        spans=_NOTHING.reshape(0, 5),
+        spans=_NO_SPANS,
         tables=_NOTHING,
-        ancestors=_NOTHING.astype(np.uint8),
+        ancestors=_NO_MASK,
         pool=_NOTHING,
         pool_kind=0,
         hidden=rows,
@@ -111,5 +113,5 @@ def _packed(plan: AttentionPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         tables += table
         if mask is not None:
             masks.append(mask.numpy().astype(np.uint8).ravel())
-    ancestors = np.concatenate(masks) if masks else np.empty(0, np.uint8)
+    ancestors = np.concatenate(masks) if masks else _NO_MASK
     return np.array(spans, np.int64), np.array(tables, np.int64), ancestors

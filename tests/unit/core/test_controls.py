@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,3 +97,38 @@ def test_every_row_has_its_own_controls() -> None:
     torch.testing.assert_close(made.min_p, torch.tensor([0.0, 0.0, 0.1, 0.0]))
     assert set(made.edits) == {1, 3}
     assert logits_of(*rows) == [logits_of(one)[0] for one in rows]
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ({}, True),
+        ({"top_p": 0.5, "min_p": 0.1, "top_k": 3}, True),
+        ({"temperature": 0.5}, False),
+        ({"logit_bias": {1: 2.0}}, False),
+        ({"presence_penalty": 0.5}, False),
+        ({"repetition_penalty": 1.5}, False),
+        ({"min_tokens": 3}, True),
+        ({"min_tokens": 4}, False),
+        ({"min_tokens": 4, "stop_ids": ()}, True),
+    ],
+)
+def test_argmax_needs_temperature_0_and_no_edits(setting: Any, expected: bool) -> None:
+    given = row(**{"temperature": 0.0, "stop_ids": (3,)} | setting)
+    assert given.is_argmax == expected
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"repetition_penalty": 2.0},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.25},
+        {"min_tokens": 4, "stop_ids": (4,)},
+        {"min_tokens": 3, "stop_ids": (4,)},
+    ],
+)
+def test_drafted_tokens_count_as_output(setting: Any) -> None:
+    whole = row(**setting)
+    split = replace(whole, tokens=whole.tokens[:-2], drafted=whole.tokens[-2:])
+    assert logits_of(split) == logits_of(whole)
+    assert split.position == whole.position

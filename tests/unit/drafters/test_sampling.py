@@ -1,0 +1,61 @@
+"""Candidates at temperature 0, where they are the largest logits."""
+
+import math
+
+import pytest
+import torch
+
+from slipstream.core.controls import Row
+from slipstream.core.params import SamplingParams
+from slipstream.drafters import sampling
+from slipstream.drafters.sampling import Candidates, coupled
+from slipstream.maths.noise import Address, Key, Stream
+
+NAN, INF = math.nan, math.inf
+
+
+def greedy(logits: list[list[float]], count: int, **setting) -> Candidates:
+    row = Row(SamplingParams(temperature=0.0, **setting), [1, 2], 1)
+    noise = [Address(Key(3), Stream.TARGET, 2)] * len(logits)
+    return coupled(torch.tensor(logits), [row] * len(logits), noise, count)
+
+
+@pytest.mark.parametrize("few", [0, 16], ids=["topk", "in turn"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_largest_come_first(monkeypatch, few, count):
+    monkeypatch.setattr(sampling, "_FEW", few)
+    logits = [[0.0, 3.0, 1.0, 2.0], [5.0, -1.0, 4.0, 4.5]]
+    found = greedy(logits, count)
+    assert found.tokens == [[1, 3, 2][:count], [0, 3, 2][:count]]
+    assert found.possible == [[True] * count] * 2
+    values = torch.tensor([[3.0, 2.0, 1.0][:count], [5.0, 4.5, 4.0][:count]])
+    torch.testing.assert_close(torch.tensor(found.leads), torch.softmax(values, -1))
+
+
+def test_an_edit_that_changes_nothing_changes_nothing():
+    logits = torch.randn(5, 20, generator=torch.Generator().manual_seed(1)).tolist()
+    plain, edited = greedy(logits, 4), greedy(logits, 4, logit_bias={0: 0.0})
+    assert plain.tokens == edited.tokens
+    torch.testing.assert_close(torch.tensor(plain.leads), torch.tensor(edited.leads))
+
+
+@pytest.mark.parametrize("few", [0, 16], ids=["topk", "in turn"])
+@pytest.mark.parametrize("hopeless", [[NAN, 1.0, 0.0], [INF, 1.0, 0.0], [-INF] * 3])
+def test_a_row_that_cannot_be_sampled_is_impossible_throughout(monkeypatch, few, hopeless):
+    monkeypatch.setattr(sampling, "_FEW", few)
+    found = greedy([hopeless, [0.0, 1.0, 2.0]], 2)
+    assert found.possible == [[False, False], [True, True]]
+    assert found.leads[0] == [0.0, 0.0]
+
+
+def test_no_token_is_a_candidate_twice():
+    found = greedy([[-INF, 1.0, -INF]], 3)
+    assert found.possible == [[True, False, False]]
+    assert found.leads == [[1.0, 0.0, 0.0]]
+
+
+def test_logits_are_left_as_they_are():
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    row = Row(SamplingParams(temperature=0.0), [1], 1)
+    coupled(logits, [row], [Address(Key(3), Stream.TARGET, 1)], 2)
+    assert logits.tolist() == [[0.0, 3.0, 1.0]]

@@ -18,6 +18,7 @@ from slipstream.core.speculative import TreeConfig
 from slipstream.core.target import TargetOutput
 from slipstream.drafters.levels import LevelGrower, Place, drafts_of, fitted
 from slipstream.drafters.tree_growth import Growth
+from slipstream.models.batch import rows_at
 from slipstream.models.heads import MedusaHead
 
 
@@ -72,12 +73,13 @@ class MedusaDrafter:
         if runs:
             states = torch.stack([self._last[run.seq.seq_id].state for run in runs])
             rows = {run.index: row for row, run in enumerate(runs)}
+            levels = self.head.logits(states, max(run.num_levels for run in runs))
+            logits = [fitted(level, self.vocab_size) for level in levels]
 
             def follow(places: Seq[Place], depth: int) -> Tensor:
-                logits = self._logits(states, depth + 1)
-                return logits[[rows[run.index] for run, _ in places]]
+                return rows_at(logits[depth + 1], [rows[run.index] for run, _ in places])
 
-            self._grower.grow(runs, self._logits(states, 0), follow)
+            self._grower.grow(runs, logits[0], follow)
         return drafts_of(runs, len(seqs))
 
     def observe(
@@ -95,6 +97,3 @@ class MedusaDrafter:
 
     def forget(self, seq_id: int) -> None:
         self._last.pop(seq_id, None)
-
-    def _logits(self, states: Tensor, depth: int) -> Tensor:
-        return fitted(self.head.logits(states, depth), self.vocab_size)

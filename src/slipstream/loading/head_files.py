@@ -12,7 +12,7 @@ from slipstream.core.config import ModelConfig, RopeScaling
 from slipstream.core.errors import ModelError
 from slipstream.loading.heads import Head
 from slipstream.loading.weights import parameter_slots
-from slipstream.models.heads import Eagle3Head, EagleHead, MedusaHead
+from slipstream.models.heads import Eagle3Head, EagleHead, MedusaHead, MTPHead
 
 _SPECULATORS_VERSION = "0.3.0"
 
@@ -28,11 +28,13 @@ def write_head(head: Head, path: Path, target: ModelConfig) -> None:
     """
     file = "model.safetensors"
     tensors = _tensors(head)
+    is_own = isinstance(head, Eagle3Head) and not head.is_tied
+    if not is_own:
+        tensors.pop("lm_head.weight", None)  # the target's
     if isinstance(head, EagleHead):
         config = _layer_json(head.config) | {"bias": head.fc.bias is not None}
     elif isinstance(head, Eagle3Head):
-        config = _layer_json(head.config) | _eagle3_json(head)
-        tensors |= _vocabulary_maps(head)
+        config = _layer_json(head.config) | _eagle3_json(head) | {"original_lm_head": head.is_tied}
     elif isinstance(head, MedusaHead):
         file = "medusa_lm_head.safetensors"
         config = {
@@ -40,9 +42,12 @@ def write_head(head: Head, path: Path, target: ModelConfig) -> None:
             "medusa_num_layers": head.num_blocks,
             "original_lm_head": head.is_tied,
         }
-        tensors = _tensors(head.heads)
+        tensors = {name.removeprefix("heads."): each for name, each in tensors.items()}
     else:
         config = _layer_json(target) | {"num_nextn_predict_layers": 1}
+    if head.target_ids is not None:
+        tensors |= _vocabulary_maps(head.target_ids, target.vocab_size)
+    if isinstance(head, MTPHead):
         prefix = f"model.layers.{target.num_layers}."
         tensors = {prefix + name.removeprefix("layer."): each for name, each in tensors.items()}
     _write(path, config, file, tensors)
@@ -85,9 +90,10 @@ def write_speculators(
             "verifier": {"name_or_path": verifier, "architectures": [verifier_architecture]},
         },
     }
+    maps = _vocabulary_maps(head.target_ids, head.borrowed.vocab_size)
     tensors = {
         name.replace("midlayer.", "layers.0.", 1): tensor
-        for name, tensor in (_tensors(head) | _vocabulary_maps(head)).items()
+        for name, tensor in (_tensors(head) | maps).items()
     }
     _write(path, config, "model.safetensors", tensors)
 
@@ -102,10 +108,10 @@ def _eagle3_json(head: Eagle3Head) -> dict[str, Any]:
     }
 
 
-def _vocabulary_maps(head: Eagle3Head) -> dict[str, Tensor]:
+def _vocabulary_maps(target_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
     """d2t: offsets from draft to target ids; t2d: which tokens of the target can be drafted."""
-    ids = head.target_ids.cpu()
-    is_known = torch.zeros(head.borrowed.vocab_size, dtype=torch.bool)
+    ids = target_ids.cpu()
+    is_known = torch.zeros(vocab_size, dtype=torch.bool)
     is_known[ids] = True
     return {"d2t": ids - torch.arange(len(ids)), "t2d": is_known}
 

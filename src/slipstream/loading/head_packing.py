@@ -61,10 +61,12 @@ def _outside(head: Head) -> Iterator[tuple[nn.Module, str, Linear]]:
     if isinstance(head, Eagle3Head):
         yield head, "fc", head.fc
         yield head, "lm_head", head.lm_head
+    elif head.lm_head is not None:
+        yield head, "lm_head", head.lm_head
     elif isinstance(head, MTPHead) and head.shared_head.head is not None:
         yield head.shared_head, "head", head.shared_head.head
-    elif isinstance(head, MedusaHead):
-        for parent in head.modules():
+    if isinstance(head, MedusaHead):
+        for parent in head.heads.modules():
             for name, module in parent.named_children():
                 if isinstance(module, Linear):
                     yield parent, name, module

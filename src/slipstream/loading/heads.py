@@ -6,7 +6,8 @@
     mtp      DeepSeek-V3: the layer after the last of a model's own checkpoint
 
 `d2t` holds offsets: draft token i is token i + d2t[i] of the target. What a head may leave out (its
-embedding, MTP's output head, Medusa's with `original_lm_head`) is the target's where it does.
+embedding, MTP's output head, Medusa's and EAGLE-3's with `original_lm_head`) is the target's where
+it does; of the output head only the rows that d2t names, if there is one.
 """
 
 import pickle
@@ -47,7 +48,7 @@ _FILES = (
     "medusa_lm_head.pt",
 )
 # What an MTP module has besides the parts of its decoder layer.
-_MTP_PARTS = ("enorm", "hnorm", "eh_proj", "embed_tokens", "shared_head")
+_MTP_PARTS = ("enorm", "hnorm", "eh_proj", "embed_tokens", "shared_head", "d2t", "t2d")
 # The decoder layer of an MTP module is of its target's architecture.
 _MTP_LAYERS: dict[str, Callable[[ModelConfig, int], nn.Module]] = {
     "llama": LlamaLayer,
@@ -97,6 +98,7 @@ def _eagle(path: Path, target: CausalLM) -> Head:
         Borrowed.of(target),
         bias=bool(raw.get("bias", True)),
         has_embedding="embed_tokens.weight" in tensors,
+        target_ids=_draft_vocabulary(tensors, target),
     )
     fill(cast(head, target.dtype), tensors)
     return head
@@ -126,14 +128,23 @@ def _eagle3(path: Path, target: CausalLM) -> Head:
             f"eagle_aux_hidden_state_layer_ids {list(taps)} must be three layers of the target, "
             f"0 to {num_layers - 1}"
         )
+    is_tied = bool(raw.get("original_lm_head"))
+    if not is_tied and "lm_head.weight" not in tensors:
+        raise ModelError("the checkpoint lacks lm_head.weight")
+    target_ids = _draft_vocabulary(tensors, target)
+    if target_ids is None:
+        if is_tied:
+            raise ModelError("the checkpoint lacks d2t")
+        target_ids = _whole_vocabulary(tensors["lm_head.weight"], target.config.vocab_size)
     head = Eagle3Head(
         config,
         Borrowed.of(target),
         taps=[int(layer) for layer in taps],
         target_size=width,
-        target_ids=_target_ids(tensors, target.config.vocab_size),
+        target_ids=target_ids,
         norm_before_residual=bool(raw.get("norm_before_residual")),
         has_embedding=has_embedding,
+        is_tied=is_tied,
     )
     fill(cast(head, target.dtype), tensors)
     return head
@@ -146,15 +157,17 @@ def _medusa(path: Path, target: CausalLM) -> Head:
     num_blocks = sum(f"0.{block}.linear.weight" in tensors for block in range(len(tensors)))
     if num_heads == 0 or num_blocks == 0:
         raise ModelError("the checkpoint lacks 0.0.linear.weight")
+    tensors = {f"heads.{name}" if name[0].isdigit() else name: t for name, t in tensors.items()}
+    is_tied = bool(raw.get("original_lm_head"))
     head = MedusaHead(
         target.config.hidden_size,
         Borrowed.of(target),
         num_heads=num_heads,
         num_blocks=num_blocks,
-        is_tied=bool(raw.get("original_lm_head")),
+        is_tied=is_tied,
+        target_ids=_draft_vocabulary(tensors, target) if is_tied else None,
     )
-    cast(head, target.dtype)
-    fill(head.heads, tensors)
+    fill(cast(head, target.dtype), tensors)
     return head
 
 
@@ -175,12 +188,14 @@ def _mtp(path: Path, target: CausalLM) -> Head:
         if name.startswith(prefix)
     }
     config = one_layer(whole)
+    has_head = "shared_head.head.weight" in tensors
     head = MTPHead(
         config,
         _MTP_LAYERS[whole.model_type](config, 0),
         Borrowed.of(target),
         has_embedding="embed_tokens.weight" in tensors,
-        has_head="shared_head.head.weight" in tensors,
+        has_head=has_head,
+        target_ids=None if has_head else _draft_vocabulary(tensors, target),
     )
     fill(cast(head, target.dtype), tensors)
     return head
@@ -214,20 +229,17 @@ def _layer_config(raw: Mapping[str, Any], tensors: Tensors, layer: str) -> Model
     )
 
 
-def _target_ids(tensors: Tensors, vocab_size: int) -> Tensor:
-    """Which token each draft token is, [V_d]; takes d2t and t2d out of the tensors."""
+def _draft_vocabulary(tensors: Tensors, target: CausalLM) -> Tensor | None:
+    """Which token each draft token is, [V_d]; None where the checkpoint does not say.
+
+    Takes d2t and t2d out of the tensors. A missing output head becomes the target's rows.
+    """
     offsets, is_known = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if "lm_head.weight" not in tensors:
-        raise ModelError("the checkpoint lacks lm_head.weight")
-    num_draft = tensors["lm_head.weight"].shape[0]
     if offsets is None:
-        if num_draft != vocab_size:
-            raise ModelError(
-                f"the checkpoint lacks d2t, and its lm_head.weight has {num_draft} rows, not the "
-                f"target's {vocab_size}"
-            )
-        return torch.arange(vocab_size)
-    _require_equal("the length of d2t", offsets.shape[0], num_draft)
+        return None
+    vocab_size, num_draft = target.config.vocab_size, offsets.shape[0]
+    if "lm_head.weight" in tensors:
+        _require_equal("the length of d2t", num_draft, tensors["lm_head.weight"].shape[0])
     ids = torch.arange(num_draft) + offsets.read().long()
     if bool((ids.diff() <= 0).any()) or not 0 <= int(ids[0]) <= int(ids[-1]) < vocab_size:
         raise ModelError(
@@ -238,7 +250,20 @@ def _target_ids(tensors: Tensors, vocab_size: int) -> Tensor:
         members = is_known.read().bool()
         if members.nonzero().flatten().tolist() != ids.tolist():
             raise ModelError("tensors d2t and t2d disagree about the draft vocabulary")
+    if "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"] = _stored(target.output_rows(ids))
     return ids
+
+
+def _whole_vocabulary(output_head: StoredTensor, vocab_size: int) -> Tensor:
+    """The draft vocabulary of an EAGLE-3 head that names none."""
+    num_draft = output_head.shape[0]
+    if num_draft != vocab_size:
+        raise ModelError(
+            f"the checkpoint lacks d2t, and its lm_head.weight has {num_draft} rows, not the "
+            f"target's {vocab_size}"
+        )
+    return torch.arange(vocab_size)
 
 
 def _require_equal(name: str, found: int, expected: int) -> None:

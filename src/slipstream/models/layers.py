@@ -243,6 +243,10 @@ class CausalLM(nn.Module):
             out = self.lm_head(hidden)
         return out if out.dtype == torch.float64 else out.float()
 
+    def output_rows(self, ids: Tensor) -> Tensor:
+        """Rows of the output head: [R] int64 -> [R, hidden]."""
+        return kernels.embed(ids, (self.lm_head or self.model.embed_tokens).weight)
+
     @property
     def dtype(self) -> torch.dtype:
         return self.model.norm.weight.dtype

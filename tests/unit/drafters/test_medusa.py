@@ -66,7 +66,7 @@ def test_drafts_follow_from_the_newest_state(target, tree, is_tied):
             if not below:
                 continue
             row = Row(seq.params, [*seq.tokens, *path], seq.num_prompt, seq.stop_ids)
-            weights = scores(drafter.head.logits(state, len(path)), controls([row]))
+            weights = scores(drafter.head.logits(state, len(path) + 1)[-1], controls([row]))
             address = Address(seq.key, Stream.TARGET, len(row.tokens))
             best = finishers(weights, [address], topk)[0].tolist()
             assert [draft.token_ids[child] for child in below] == best[: len(below)]
@@ -79,6 +79,6 @@ def test_under_ratio_q_is_the_heads_law(target):
     run(engine_for(target, drafter=drafter, num_draft_tokens=3), [([9, 8, 7], params)])
     seq, draft = next((seq, draft) for seq, draft in seen if len(draft) == 3)
     state = heads.target_pass(target, seq.tokens[:-1]).hidden[-1:]
-    q = torch.cat([torch.softmax(drafter.head.logits(state, k).float(), -1) for k in range(3)])
+    q = torch.softmax(drafter.head.logits(state, 3).float(), -1).squeeze(1)
     assert draft.probs is not None
     torch.testing.assert_close(draft.probs, q)

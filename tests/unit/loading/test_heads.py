@@ -15,6 +15,7 @@ from slipstream.loading.directory import ModelDirectory
 from slipstream.loading.head_files import write_head, write_speculators
 from slipstream.loading.heads import load_head
 from slipstream.loading.weights import load_model, parameter_slots
+from slipstream.train.start import new_head
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -239,7 +240,37 @@ def test_a_medusa_with_the_targets_output_head(tmp_path, target):
     head = load_head("medusa", where, target)
     states = torch.ones(1, 16, dtype=torch.float64)
     expected = target.logits(head.heads[1](states))
-    assert torch.equal(head.logits(states, 1), expected)
+    torch.testing.assert_close(head.logits(states, 2)[1], expected)
+
+
+@METHODS
+def test_a_draft_vocabulary_borrows_rows_of_the_targets_output_head(tmp_path, target, method):
+    """d2t alone is stored; what is drafted has the logits of the whole, the rest is impossible."""
+    ids = heads.TARGET_IDS
+    head = new_head(method, target, ids, num_heads=2, typical_size=1.0)
+    write_head(head, tmp_path, target.config)
+    (file,) = tmp_path.glob("*.safetensors")
+    stored = {name.rpartition(".")[2]: each for name, each in load_file(file).items()}
+    assert torch.equal(stored["d2t"], D2T) and torch.equal(stored["t2d"], T2D)
+    assert not any("lm_head" in name for name in load_file(file))
+
+    again = load_head(method, tmp_path, target)
+    assert torch.equal(again.target_ids, ids)
+    assert torch.equal(again.lm_head.weight, target.output_rows(ids))
+    states = torch.randn(3, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    if method == "medusa":
+        found, final = again.logits(states, 2)[1], again.heads[1](states)
+    else:
+        found, final = again.logits(states), again.final(states)
+    assert found.shape == (3, 32)
+    torch.testing.assert_close(found[:, ids], target.logits(final)[:, ids])
+    assert bool((found[:, ~T2D] == -torch.inf).all())
+
+
+def test_a_tied_eagle3_head_must_say_what_it_drafts(tmp_path, target):
+    where = published("eagle3", tmp_path, without=["lm_head.weight", "d2t"], original_lm_head=True)
+    with pytest.raises(ModelError, match="lacks d2t"):
+        load_head("eagle3", where, target)
 
 
 def test_the_speculators_layout(tmp_path, target):

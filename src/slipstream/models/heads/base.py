@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from slipstream import kernels
-from slipstream.models.layers import CausalLM, Linear
+from slipstream.models.layers import CausalLM, Linear, projection
 from slipstream.models.recorded import RecordedModel
 
 
@@ -46,9 +47,27 @@ def fused(layer: Linear, *inputs: Tensor) -> Tensor:
     return out
 
 
+def draft_head(hidden_size: int, target_ids: Tensor | None) -> Linear | None:
+    """Room for the rows of the target's output head that a draft vocabulary keeps; None for all."""
+    return None if target_ids is None else projection(hidden_size, len(target_ids))
+
+
 def widened(logits: Tensor) -> Tensor:
     """Logits in float32, or wider where they are."""
     return logits if logits.dtype.itemsize == 8 else logits.float()
+
+
+def over_vocabulary(logits: Tensor, target_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits of draft tokens, [R, V_d], as [R, V]: other tokens are impossible.
+
+    Args:
+        target_ids: which token each draft token is, [V_d]; None where V_d is V.
+    """
+    if target_ids is None:
+        return logits
+    out = logits.new_full((len(logits), vocab_size), -torch.inf)
+    out[:, target_ids] = logits
+    return out
 
 
 def packed_weights(head: nn.Module) -> list[kernels.PackedWeight]:

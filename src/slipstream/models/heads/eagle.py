@@ -9,7 +9,7 @@ from slipstream import kernels
 from slipstream.core.config import ModelConfig
 from slipstream.core.target import TargetOutput
 from slipstream.kernels import Angles
-from slipstream.models.heads.base import Borrowed, fused
+from slipstream.models.heads.base import Borrowed, draft_head, fused, over_vocabulary, widened
 from slipstream.models.layers import (
     MLP,
     Attend,
@@ -42,11 +42,21 @@ class EagleHead(nn.Module):
         config: of a model of one layer; its hidden size is the target's.
         bias: whether fc has one.
         has_embedding: whether it has a table of its own.
+        target_ids: the tokens it may draft, [V_d] int64, ascending; None is every token.
     """
 
     taps = ()
+    target_ids: Tensor | None
 
-    def __init__(self, config: ModelConfig, borrowed: Borrowed, *, bias: bool, has_embedding: bool):
+    def __init__(
+        self,
+        config: ModelConfig,
+        borrowed: Borrowed,
+        *,
+        bias: bool,
+        has_embedding: bool,
+        target_ids: Tensor | None = None,
+    ):
         super().__init__()
         self.config = config
         self.borrowed = borrowed
@@ -55,6 +65,8 @@ class EagleHead(nn.Module):
         )
         self.fc = projection(2 * config.hidden_size, config.hidden_size, bias=bias)
         self.layers = nn.ModuleList([EagleLayer(config)])
+        self.lm_head = draft_head(config.hidden_size, target_ids)
+        self.register_buffer("target_ids", target_ids)
         self._frequencies = inverse_frequencies(config, 0)
 
     def read(self, target: TargetOutput) -> Tensor:
@@ -68,5 +80,14 @@ class EagleHead(nn.Module):
         angles = kernels.rotary_angles(positions, self._frequencies)
         return self.layers[0](fused(self.fc, embedded, features), angles, attend)
 
+    def final(self, features: Tensor) -> Tensor:
+        """What the output head reads of features, [R, hidden]."""
+        return features
+
+    def draft_logits(self, features: Tensor) -> Tensor:
+        """[R, hidden] -> [R, V_d]."""
+        return widened((self.lm_head or self.borrowed.logits)(features))
+
     def logits(self, features: Tensor) -> Tensor:
-        return self.borrowed.logits(features)
+        reduced = self.draft_logits(features)
+        return over_vocabulary(reduced, self.target_ids, self.borrowed.vocab_size)

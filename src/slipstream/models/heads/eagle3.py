@@ -12,7 +12,7 @@ from slipstream import kernels
 from slipstream.core.config import ModelConfig
 from slipstream.core.target import TargetOutput
 from slipstream.kernels import Angles
-from slipstream.models.heads.base import Borrowed, fused, widened
+from slipstream.models.heads.base import Borrowed, fused, over_vocabulary, widened
 from slipstream.models.layers import (
     MLP,
     Attend,
@@ -79,6 +79,7 @@ class Eagle3Head(nn.Module):
         target_size: width of these.
         target_ids: which token each draft token is, [V_d] int64, ascending.
         has_embedding: whether it has a table of its own.
+        is_tied: the rows of its output head are the target's.
     """
 
     target_ids: Tensor
@@ -93,11 +94,13 @@ class Eagle3Head(nn.Module):
         target_ids: Tensor,
         norm_before_residual: bool,
         has_embedding: bool,
+        is_tied: bool = False,
     ):
         super().__init__()
         self.config = config
         self.borrowed = borrowed
         self.taps = tuple(taps)
+        self.is_tied = is_tied
         self.embed_tokens = (
             Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
         )
@@ -119,12 +122,14 @@ class Eagle3Head(nn.Module):
         angles = kernels.rotary_angles(positions, self._frequencies)
         return self.midlayer(embedded, features, angles, attend)
 
+    def final(self, features: Tensor) -> Tensor:
+        """What the output head reads of features, [R, hidden]."""
+        return self.norm(features)
+
     def draft_logits(self, features: Tensor) -> Tensor:
         """[R, hidden] -> [R, V_d]."""
-        return widened(self.lm_head(self.norm(features)))
+        return widened(self.lm_head(self.final(features)))
 
     def logits(self, features: Tensor) -> Tensor:
         reduced = self.draft_logits(features)
-        out = reduced.new_full((len(reduced), self.borrowed.vocab_size), -torch.inf)
-        out[:, self.target_ids] = reduced
-        return out
+        return over_vocabulary(reduced, self.target_ids, self.borrowed.vocab_size)

@@ -3,10 +3,11 @@
 Source: Cai et al., arXiv 2401.10774.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.models.heads.base import Borrowed, widened
+from slipstream.models.heads.base import Borrowed, draft_head, over_vocabulary, widened
 from slipstream.models.layers import projection
 
 
@@ -28,7 +29,10 @@ class MedusaHead(nn.Module):
         num_heads: tokens it can draft ahead.
         num_blocks: residual blocks of a head.
         is_tied: heads end in the target's output head; else each in one of its own.
+        target_ids: the tokens tied heads may draft, [V_d] int64, ascending; None is every token.
     """
+
+    target_ids: Tensor | None
 
     def __init__(
         self,
@@ -38,7 +42,9 @@ class MedusaHead(nn.Module):
         num_heads: int,
         num_blocks: int,
         is_tied: bool,
+        target_ids: Tensor | None = None,
     ):
+        assert is_tied or target_ids is None, "heads of their own have their own vocabulary"
         super().__init__()
         self.hidden_size = hidden_size
         self.borrowed = borrowed
@@ -50,8 +56,13 @@ class MedusaHead(nn.Module):
             if not is_tied:
                 blocks.append(projection(hidden_size, borrowed.vocab_size))
             self.heads.append(nn.Sequential(*blocks))
+        self.lm_head = draft_head(hidden_size, target_ids)
+        self.register_buffer("target_ids", target_ids)
 
-    def logits(self, features: Tensor, depth: int) -> Tensor:
-        """Logits of head `depth`: [R, hidden] -> [R, V], float32 or wider."""
-        out = self.heads[depth](features)
-        return self.borrowed.logits(out) if self.is_tied else widened(out)
+    def logits(self, features: Tensor, num_heads: int) -> Tensor:
+        """Logits of the first heads: [R, hidden] -> [num_heads, R, V], float32 or wider."""
+        out = torch.cat([head(features) for head in self.heads[:num_heads]])
+        # Tied, all of them read the same matrix, and together they read it once.
+        reduced = (self.lm_head or self.borrowed.logits)(out) if self.is_tied else out
+        whole = over_vocabulary(widened(reduced), self.target_ids, self.borrowed.vocab_size)
+        return whole.unflatten(0, (num_heads, -1))

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from slipstream import kernels
 from slipstream.core.config import ModelConfig
 from slipstream.core.target import TargetOutput
-from slipstream.models.heads.base import Borrowed, fused, widened
+from slipstream.models.heads.base import (
+    Borrowed,
+    draft_head,
+    fused,
+    over_vocabulary,
+    widened,
+)
 from slipstream.models.layers import (
     Attend,
     Embedding,
@@ -39,9 +45,12 @@ class MTPHead(nn.Module):
         config: of the target, but of one layer.
         layer: maps (x, angles, attend) to x; its K/V are those of layer 0.
         has_embedding, has_head: whether it has tables of its own.
+        target_ids: the tokens it may draft where it has no head, [V_d] int64, ascending; None is
+            every token.
     """
 
     taps = ()
+    target_ids: Tensor | None
 
     def __init__(
         self,
@@ -51,7 +60,9 @@ class MTPHead(nn.Module):
         *,
         has_embedding: bool,
         has_head: bool,
+        target_ids: Tensor | None = None,
     ):
+        assert not has_head or target_ids is None, "a head of its own has its own vocabulary"
         super().__init__()
         self.config = config
         self.borrowed = borrowed
@@ -63,6 +74,8 @@ class MTPHead(nn.Module):
         self.eh_proj = projection(2 * config.hidden_size, config.hidden_size)
         self.layer = layer
         self.shared_head = SharedHead(config, has_head=has_head)
+        self.lm_head = draft_head(config.hidden_size, target_ids)
+        self.register_buffer("target_ids", target_ids)
         self._frequencies = inverse_frequencies(config, 0)
 
     def read(self, target: TargetOutput) -> Tensor:
@@ -76,6 +89,15 @@ class MTPHead(nn.Module):
         angles = kernels.rotary_angles(positions, self._frequencies)
         return self.layer(fused(self.eh_proj, embedded, self.hnorm(features)), angles, attend)
 
+    def final(self, features: Tensor) -> Tensor:
+        """What the output head reads of features, [R, hidden]."""
+        return self.shared_head.norm(features)
+
+    def draft_logits(self, features: Tensor) -> Tensor:
+        """[R, hidden] -> [R, V_d]."""
+        head = self.lm_head or self.shared_head.head or self.borrowed.logits
+        return widened(head(self.final(features)))
+
     def logits(self, features: Tensor) -> Tensor:
-        head = self.shared_head.head or self.borrowed.logits
-        return widened(head(self.shared_head.norm(features)))
+        reduced = self.draft_logits(features)
+        return over_vocabulary(reduced, self.target_ids, self.borrowed.vocab_size)

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence as Seq
 
 from slipstream import __version__
-from slipstream.cli import bench, chat, generate, models, prove, pull, roofline, serve
+from slipstream.cli import bench, chat, generate, models, prove, pull, roofline, serve, train
 from slipstream.core.errors import SlipstreamError
 
-COMMANDS = (generate, chat, serve, prove, bench, roofline, pull, models)
+COMMANDS = (generate, chat, serve, prove, bench, roofline, train, pull, models)
 
 
 def main(argv: Seq[str] | None = None) -> int:

@@ -36,6 +36,7 @@ from slipstream.loading.head_packing import pack_head
 from slipstream.loading.heads import load_head, resolve_head
 from slipstream.loading.pull import cache_dir, resolve
 from slipstream.loading.quantize import quantized
+from slipstream.loading.shipped import shipped_head
 from slipstream.loading.tokenizer import Tokenizer
 from slipstream.loading.weights import StoredTensor, can_pack, load_model
 from slipstream.models import CausalLM
@@ -268,8 +269,7 @@ def make_head_drafter(
 ) -> EagleDrafter | MedusaDrafter:
     """The drafter of a head, which is loaded for it."""
     target, rule, tree = loaded.model, speculative.rejection_sample_method, speculative.tree
-    path = loaded.path if speculative.model is None else resolve_head(speculative.model)
-    head = load_head(speculative.method, path, target)
+    head = load_head(speculative.method, _head_path(speculative, loaded), target)
     if target.is_packed:
         pack_head(head)
     vocab_size = target.config.vocab_size
@@ -285,6 +285,19 @@ def make_head_drafter(
         rule=rule,
         tree=tree,
     )
+
+
+def _head_path(speculative: SpeculativeConfig, loaded: LoadedModel) -> Path:
+    """Where a head is: as told, with this package, or in the target's own checkpoint."""
+    if speculative.model is not None:
+        return resolve_head(speculative.model)
+    shipped = shipped_head(loaded.name, speculative.method)
+    if shipped is None and speculative.method != "mtp":
+        raise ConfigError(
+            f"method {speculative.method} needs model, the head's directory; none for "
+            f"{loaded.name} comes with slipstream"
+        )
+    return shipped or loaded.path
 
 
 def draft_bytes(drafter: Drafter) -> int:

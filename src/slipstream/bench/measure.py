@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
+from slipstream.build import draft_bytes
 from slipstream.core.counts import DraftCounts
 from slipstream.core.params import SamplingParams
 from slipstream.engine.engine import Engine
@@ -38,6 +39,7 @@ class Row:
         speedup: against plain decoding in the same rounds.
         acceptance_length: tokens per target pass and sequence.
         draft_share: of the time, spent drafting.
+        draft_bytes: of weights that drafting needs beside the target's.
         identical_outputs: answers equal to plain decoding's, of all.
     """
 
@@ -50,6 +52,7 @@ class Row:
     acceptance_length: float | None
     acceptance_by_position: list[float]
     draft_share: float
+    draft_bytes: int
     identical_outputs: int
     num_outputs: int
 
@@ -93,7 +96,17 @@ def head_to_head(
             progress(f"{method}: round {number + 1} of {rounds}")
             runs[method].append(answer_all(engines[method], prompts, params, batch_size))
         order = order[1:] + order[:1]
-    return [_row(method, runs[method], runs[PLAIN], batch_size, temperature) for method in engines]
+    return [
+        _row(
+            method,
+            runs[method],
+            runs[PLAIN],
+            batch_size,
+            temperature,
+            draft_bytes(engine.parts.drafter),
+        )
+        for method, engine in engines.items()
+    ]
 
 
 def answer_all(
@@ -127,7 +140,12 @@ def answer_all(
 
 
 def _row(
-    method: str, runs: list[Run], plain: list[Run], batch_size: int, temperature: float
+    method: str,
+    runs: list[Run],
+    plain: list[Run],
+    batch_size: int,
+    temperature: float,
+    num_bytes: int,
 ) -> Row:
     rates = [run.decode_tokens / run.decode_sec for run in runs]
     speedups = [
@@ -149,6 +167,7 @@ def _row(
         acceptance_length=counts.mean_acceptance_length,
         acceptance_by_position=counts.acceptance_by_position,
         draft_share=sum(run.draft_sec for run in runs) / sum(run.total_sec for run in runs),
+        draft_bytes=num_bytes,
         identical_outputs=sum(mine == base for mine, base in pairs),
         num_outputs=len(pairs),
     )

@@ -8,7 +8,7 @@ def table(rows: list[Row]) -> str:
     """One line a row."""
     lines = [
         f"{'batch':>5} {'temp':>5}  {'method':<12} {'tokens/s':>9} {'spread':>15} {'speedup':>8} "
-        f"{'tokens/pass':>11} {'draft':>6}  same as plain"
+        f"{'tokens/pass':>11} {'draft':>6} {'extra MB':>8}  same as plain"
     ]
     for row in rows:
         spread = f"{row.spread[0]:.1f} to {row.spread[1]:.1f}"
@@ -16,7 +16,8 @@ def table(rows: list[Row]) -> str:
         lines.append(
             f"{row.batch_size:>5} {row.temperature:>5g}  {row.method:<12} "
             f"{row.tokens_per_sec:>9.1f} {spread:>15} {row.speedup:>7.2f}x {length:>11} "
-            f"{100 * row.draft_share:>5.1f}%  {row.identical_outputs} of {row.num_outputs}"
+            f"{100 * row.draft_share:>5.1f}% {row.draft_bytes / 1e6:>8.1f}  "
+            f"{row.identical_outputs} of {row.num_outputs}"
         )
     return "\n".join(lines)
 

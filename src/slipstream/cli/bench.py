@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli import options
 from slipstream.core.errors import ConfigError
+from slipstream.core.speculative import HEAD_METHODS
+from slipstream.loading.shipped import shipped_head
 
 if TYPE_CHECKING:
     from slipstream.bench.measure import Row
     from slipstream.engine.engine import Engine
     from slipstream.llm import LLM
 
-METHODS = ("ngram", "suffix", "draft_model", "combined")
+METHODS = ("ngram", "suffix", "draft_model", "combined", *HEAD_METHODS)
 
 
 def add_parser(commands: options.Commands) -> None:
@@ -115,7 +117,13 @@ def _peers(args: argparse.Namespace) -> int:
 
 def _methods(args: argparse.Namespace) -> list[str]:
     if args.methods == "all":
-        return [m for m in METHODS if args.spec_model or m not in ("draft_model", "combined")]
+        need_model = ("draft_model", "combined") if args.spec_model is None else ()
+        return [
+            method
+            for method in METHODS
+            if method not in need_model
+            and (method not in HEAD_METHODS or shipped_head(args.model, method) is not None)
+        ]
     methods = [method.strip() for method in args.methods.split(",")]
     for method in methods:
         if method not in METHODS:
@@ -132,7 +140,10 @@ def _engines(args: argparse.Namespace, methods: list[str]) -> tuple[dict[str, "E
     llm = options.make_llm(plain)
     engines = {PLAIN: llm.engine}
     for method in methods:
-        engines[method] = llm.another_engine(replace(base, method=method))
+        # --spec-model is the draft model where a head comes with slipstream, else that head.
+        has_own = method in HEAD_METHODS and shipped_head(args.model, method) is not None
+        model = None if has_own else base.model
+        engines[method] = llm.another_engine(replace(base, method=method, model=model))
     return engines, llm
 
 

@@ -39,8 +39,9 @@ class SpeculativeConfig:
         method: "draft_model", "ngram", "suffix", "combined", or the kind of a draft head: "medusa",
             "eagle", "eagle3", "mtp"; "auto" takes what model and machine allow, "off" is plain
             decoding.
-        model: the draft model, for draft_model and combined; the head, for the kinds of heads. An
-            mtp without one is part of the target's own checkpoint.
+        model: the draft model, for draft_model and combined; the head, for the kinds of heads.
+            Without one, the head is that which comes with slipstream, or an mtp of the target's own
+            checkpoint.
         num_speculative_tokens: most drafted tokens per sequence and step. 0 is off; None leaves
             it to the method.
         controller: "auto" chooses every step from measured cost and live acceptance; "fixed"
@@ -86,8 +87,6 @@ class SpeculativeConfig:
         )
         if self.method == "draft_model" and self.model is None:
             raise ConfigError("method draft_model needs model, the draft model's name")
-        if self.method in HEAD_METHODS and self.method != "mtp" and self.model is None:
-            raise ConfigError(f"method {self.method} needs model, the head's directory")
         if self.rejection_sample_method == "block" and self.tree is not None:
             raise ConfigError("rejection_sample_method block needs chains; drop tree or use match")
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from slipstream import LLM, SamplingParams
 from slipstream.cli import main
@@ -43,6 +44,16 @@ def test_what_was_trained_drafts_and_changes_no_token(tiny_gguf, tmp_path, capsy
     assert drafted.draft_counts.num_draft_tokens > 0
 
 
+def test_an_eagle3_head_for_vllm(tiny_gguf, tmp_path):
+    other = tmp_path / "speculators"
+    assert train("eagle3", tiny_gguf, tmp_path / "head", "--speculators", str(other)) == 0
+    tensors = load_file(other / "model.safetensors")
+    assert tensors["lm_head.weight"].shape == (60, 32)
+    assert "layers.0.self_attn.q_proj.weight" in tensors
+    config = json.loads((other / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["architectures"] == ["Qwen3ForCausalLM"]
+
+
 def test_prompts_and_documents_of_files(tiny_gguf, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
@@ -64,6 +75,7 @@ def test_prompts_and_documents_of_files(tiny_gguf, tmp_path):
         (["--rate", "0"], "--rate"),
         (["--row-tokens", "4000"], "give more --texts"),
         (["--unroll", "0"], "--unroll"),
+        (["--speculators", "there"], "--speculators is for eagle3"),
     ],
 )
 def test_mistakes_are_named(tiny_gguf, tmp_path, capsys, more, said):

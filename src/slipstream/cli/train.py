@@ -54,6 +54,12 @@ def add_parser(commands: options.Commands) -> None:
     parser.add_argument(
         "--corpus", type=Path, metavar="DIR", help="for texts and states, shared by several runs"
     )
+    parser.add_argument(
+        "--speculators",
+        type=Path,
+        metavar="DIR",
+        help="write an eagle3 head a second time, in the layout that vLLM loads",
+    )
     group = parser.add_argument_group("training")
     group.add_argument("--max-tokens", type=int, default=256, metavar="N", help="of an answer")
     group.add_argument(
@@ -85,6 +91,9 @@ def add_parser(commands: options.Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from slipstream.bench.circumstances import circumstances
+    from slipstream.loading.head_files import write_speculators
+    from slipstream.loading.heads import load_head
+    from slipstream.models.heads import Eagle3Head
     from slipstream.train.loop import Schedule
     from slipstream.train.objectives import Objective
     from slipstream.train.prompts import asker
@@ -137,6 +146,10 @@ def run(args: argparse.Namespace) -> int:
             facts={"target": llm.loaded.name} | circumstances(sys.argv[1:]),
             watcher=watcher,
         )
+    if args.speculators is not None:
+        head = load_head(args.method, args.out, llm.loaded.model)
+        assert isinstance(head, Eagle3Head), "others are refused before training"
+        write_speculators(head, args.speculators, llm.loaded.model.config, llm.loaded.name)
     measured = card["held_out"]
     by_position = " ".join(f"{a:.2f}" for a in measured["acceptance_by_position"])
     print(f"{args.out}: {card['head_bytes'] / 1e6:.1f} MB")
@@ -157,6 +170,8 @@ def _check(args: argparse.Namespace) -> None:
         if (value := getattr(args, name)) is not None and value < least:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} must be at least {least}, not {value}")
+    if args.speculators is not None and args.method != "eagle3":
+        raise ConfigError(f"--speculators is for eagle3 heads, not {args.method}")
     if args.rate <= 0:
         raise ConfigError(f"--rate must be above 0, not {args.rate}")
 

@@ -15,6 +15,15 @@ from slipstream.loading.weights import parameter_slots
 from slipstream.models.heads import Eagle3Head, EagleHead, MedusaHead, MTPHead
 
 _SPECULATORS_VERSION = "0.3.0"
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
 
 
 def write_head(head: Head, path: Path, target: ModelConfig) -> None:
@@ -54,18 +63,13 @@ def write_head(head: Head, path: Path, target: ModelConfig) -> None:
 
 
 def write_speculators(
-    head: Eagle3Head,
-    path: Path,
-    *,
-    verifier: str,
-    verifier_architecture: str,
-    num_tokens: int = 5,
+    head: Eagle3Head, path: Path, target: ModelConfig, verifier: str, *, num_tokens: int = 5
 ) -> None:
     """Write an EAGLE-3 head as vLLM loads it.
 
     Args:
-        verifier: name or path of the target, for whoever loads the head.
-        verifier_architecture: of the target, such as "LlamaForCausalLM".
+        target: the shape of the model it drafts for.
+        verifier: name or path of that, for whoever loads the head.
         num_tokens: drafted by default.
     """
     proposal = {
@@ -87,7 +91,10 @@ def write_speculators(
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": verifier, "architectures": [verifier_architecture]},
+            "verifier": {
+                "name_or_path": verifier,
+                "architectures": [_ARCHITECTURES[target.model_type]],
+            },
         },
     }
     maps = _vocabulary_maps(head.target_ids, head.borrowed.vocab_size)

@@ -276,9 +276,7 @@ def test_a_tied_eagle3_head_must_say_what_it_drafts(tmp_path, target):
 def test_the_speculators_layout(tmp_path, target):
     """Its names and fields; what is computed is the same."""
     head = heads.eagle3(target, norm_before_residual=True)
-    write_speculators(
-        head, tmp_path, verifier="some/model", verifier_architecture="LlamaForCausalLM"
-    )
+    write_speculators(head, tmp_path, target.config, "some/model")
     tensors = load_file(tmp_path / "model.safetensors")
     expected = {name.replace("midlayer", "layers.0") for name in EAGLE3} | {"d2t", "t2d"}
     assert tensors.keys() == expected
@@ -289,7 +287,10 @@ def test_the_speculators_layout(tmp_path, target):
     assert raw["transformer_layer_config"]["hidden_size"] == 16
     speculators = raw["speculators_config"]
     assert speculators["proposal_methods"][0]["speculative_tokens"] == 5
-    assert speculators["verifier"]["name_or_path"] == "some/model"
+    assert speculators["verifier"] == {
+        "name_or_path": "some/model",
+        "architectures": ["LlamaForCausalLM"],
+    }
     again = load_head("eagle3", tmp_path, target)
     tokens = [3, 1, 4, 1, 5]
     assert torch.equal(

@@ -107,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
     feature_weight = 1.0 if args.feature_weight is None else args.feature_weight
     settings = Settings(
         method=args.method,
+        target=llm.loaded.name,
         data=", ".join(data),
         num_texts=args.texts,
         max_tokens=args.max_tokens,
@@ -143,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
             args.out,
             corpus=args.corpus,
             minutes=args.minutes,
-            facts={"target": llm.loaded.name} | circumstances(sys.argv[1:]),
+            facts=circumstances(sys.argv[1:]),
             watcher=watcher,
         )
     if args.speculators is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from slipstream.core.errors import ConfigError
 from slipstream.loading.heads import Head
 from slipstream.models.heads import MedusaHead
 from slipstream.train.objectives import Objective, acceptance, loss
@@ -75,6 +76,9 @@ def train(
 
     Returns:
         Acceptance by depth on held-out texts (`objectives.acceptance`).
+
+    Raises:
+        ConfigError: the loss is not finite.
     """
     head.to(corpus.device)
     optimiser = torch.optim.AdamW(
@@ -91,6 +95,8 @@ def train(
             group["lr"] = schedule.rate_at(step)
         with torch.autocast(corpus.device.type, torch.bfloat16):
             value = loss(head, next(batches), objective)
+        if not math.isfinite(value.item()):
+            raise ConfigError(f"the loss is {value.item()} at step {step + 1}; lower --rate")
         optimiser.zero_grad(set_to_none=True)
         value.backward()
         torch.nn.utils.clip_grad_norm_(optimiser.param_groups[0]["params"], schedule.clip)

@@ -1,10 +1,13 @@
 """A training run from beginning to end, in one directory.
 
-OUT/run.json          the settings, to which a run taken up again is held
-OUT/corpus/texts/     the target's answers         (or another directory, shared by runs)
-OUT/corpus/states/    what its layers made of them
-OUT/checkpoint.pt     while training
-OUT/*.safetensors, config.json, card.json          the head, at the end
+    OUT/run.json          the settings, to which a run taken up again is held
+    OUT/corpus/texts/     the target's answers
+    OUT/corpus/states/    what its layers made of them
+    OUT/corpus/made.json  what both are functions of
+    OUT/checkpoint.pt     while training
+    OUT/*.safetensors, config.json, card.json     the head, at the end
+
+Runs can share a corpus, which is then in a directory of its own.
 """
 
 import json
@@ -39,11 +42,11 @@ _DECIDED = ("num_texts", "num_steps")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a run is a function of, beside the target and its prompts.
+    """What a run is a function of.
 
     Attributes:
         method: "eagle", "eagle3", "medusa" or "mtp".
-        data: what the prompts are, for people.
+        target, data: the model and the prompts, by their names.
         num_texts: answers to learn from.
         max_tokens: of an answer.
         draft_vocab_size: tokens that can be drafted, the most frequent in the answers.
@@ -51,6 +54,7 @@ class Settings:
     """
 
     method: str
+    target: str
     data: str
     num_texts: int
     max_tokens: int
@@ -87,19 +91,20 @@ def run(
         corpus: where texts and states are, for runs that share them; OUT/corpus if not given.
         minutes: how long it may take; decides `num_texts` and the number of steps where these
             are 0.
-        facts: for the card: target, command, commit, versions.
+        facts: for the card: command, commit, versions.
 
     Returns:
         The card.
 
     Raises:
-        ConfigError: `out` holds a run with other settings.
+        ConfigError: `out` holds a run with other settings, or `corpus` other texts.
     """
     watcher = watcher or Watcher()
     began = time.monotonic()
     settings = _held_to(settings, out)
     schedule = settings.schedule
     corpus = corpus or out / "corpus"
+    _same_texts(settings, corpus)
     texts = _answered(settings, ask, answer, corpus / "texts", minutes, watcher)
     num_texts = sum(len(Texts.read(path).num_prompt) for path in texts)
     settings = _keep(replace(settings, num_texts=num_texts), out)
@@ -159,7 +164,7 @@ def run(
             "acceptance_length": 1 + sum(measured),
         },
     }
-    (out / "card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    _write_json(card, out / "card.json")
     return card
 
 
@@ -224,12 +229,35 @@ def _held_to(settings: Settings, out: Path) -> Settings:
     return Settings(**kept, objective=objective, schedule=schedule)
 
 
+def _same_texts(settings: Settings, corpus: Path) -> None:
+    """Refuse a corpus of another target, of other prompts, or answered otherwise."""
+    made = {
+        "target": settings.target,
+        "data": settings.data,
+        "max_tokens": settings.max_tokens,
+        "seed": settings.schedule.seed,
+    }
+    path = corpus / "made.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else made
+    for name, given in made.items():
+        if given != before[name]:
+            raise ConfigError(
+                f"{corpus} holds texts with {name} {before[name]!r}, not {given!r}; take another "
+                "--corpus"
+            )
+    _write_json(made, path)
+
+
 def _keep(settings: Settings, out: Path) -> Settings:
-    out.mkdir(parents=True, exist_ok=True)
-    part = out / "run.part"
-    part.write_text(json.dumps(asdict(settings), indent=2) + "\n", encoding="utf-8")
-    part.replace(out / "run.json")
+    _write_json(asdict(settings), out / "run.json")
     return settings
+
+
+def _write_json(content: Mapping[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def answer(target):
 def settings_for(method, num_steps=12, **changes):
     settings = Settings(
         method=method,
+        target="tiny",
         data="made up",
         num_texts=40,
         max_tokens=9,
@@ -77,9 +78,9 @@ def tensors(folder):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_leaves_a_head_that_loads_and_its_card(target, answer, tmp_path, method):
-    card = run(settings_for(method), target, ask, answer, tmp_path, facts={"target": "tiny"})
+    card = run(settings_for(method), target, ask, answer, tmp_path, facts={"commit": "0"})
     assert card == json.loads((tmp_path / "card.json").read_text())
-    assert card["target"] == "tiny"
+    assert (card["target"], card["commit"]) == ("tiny", "0")
     assert card["schedule"]["num_steps"] == 12
     assert card["num_texts"] == 40
     head = load_head(method, tmp_path, target)
@@ -158,6 +159,21 @@ def test_runs_share_texts(target, answer, tmp_path):
         raise AssertionError("everything is answered already")
 
     run(settings_for("mtp"), target, ask, nothing, tmp_path / "mtp", corpus=corpus)
+
+
+def test_texts_of_another_target_are_refused(target, answer, tmp_path):
+    corpus = tmp_path / "corpus"
+    run(settings_for("medusa"), target, ask, answer, tmp_path / "one", corpus=corpus)
+    with pytest.raises(ConfigError, match="holds texts with target 'tiny', not 'other'"):
+        other = settings_for("mtp", target="other")
+        run(other, target, ask, answer, tmp_path / "two", corpus=corpus)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(target, answer, tmp_path):
+    settings = settings_for("medusa")
+    wild = replace(settings, schedule=replace(settings.schedule, rate=1e30))
+    with pytest.raises(ConfigError, match="lower --rate"):
+        run(wild, target, ask, answer, tmp_path)
 
 
 def test_a_run_with_other_settings_is_refused(target, answer, tmp_path):

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -36,7 +36,7 @@ from slipstream.loading.head_packing import pack_head
 from slipstream.loading.heads import load_head, resolve_head
 from slipstream.loading.pull import cache_dir, resolve
 from slipstream.loading.quantize import quantized
-from slipstream.loading.shipped import best_head, shipped_head
+from slipstream.loading.shipped import shipped_head
 from slipstream.loading.tokenizer import Tokenizer
 from slipstream.loading.weights import StoredTensor, can_pack, load_model
 from slipstream.models import CausalLM
@@ -231,9 +231,9 @@ def make_drafter(
     """The drafter a method names."""
     if speculative.is_off:
         return NoDrafter()
-    method, head = speculative.method, best_head(loaded.name) if draft is None else None
+    method = speculative.method
     if method == "auto":
-        method = "suffix" if draft is None and head is None else "combined"
+        method = "combined" if draft is not None else "suffix"
     if speculative.has_head:
         return make_head_drafter(speculative, loaded, config, context_length)
     if method == "ngram":
@@ -248,24 +248,19 @@ def make_drafter(
     )
     if method == "suffix":
         return suffix
-    model: Drafter
-    if draft is not None:
-        check_same_tokenizer(loaded.tokenizer, draft.tokenizer)
-        model = DraftModelDrafter.for_model(
-            draft.model,
-            loaded.model.config.vocab_size,
-            num_blocks=_num_blocks(config, context_length, draft.model),
-            block_size=config.block_size,
-            kv_dtype=kv_dtype(config, draft.model),
-            rule=speculative.rejection_sample_method,
-            tree=speculative.tree,
-            chunk_tokens=config.max_num_batched_tokens,
-        )
-    elif head is not None:
-        with_head = replace(speculative, method=head)
-        model = make_head_drafter(with_head, loaded, config, context_length)
-    else:
+    if draft is None:
         raise ConfigError(f"method {method} needs a draft model; give its name as model")
+    check_same_tokenizer(loaded.tokenizer, draft.tokenizer)
+    model = DraftModelDrafter.for_model(
+        draft.model,
+        loaded.model.config.vocab_size,
+        num_blocks=_num_blocks(config, context_length, draft.model),
+        block_size=config.block_size,
+        kv_dtype=kv_dtype(config, draft.model),
+        rule=speculative.rejection_sample_method,
+        tree=speculative.tree,
+        chunk_tokens=config.max_num_batched_tokens,
+    )
     return model if method == "draft_model" else CombinedDrafter(suffix, model, merge=trees)
 
 

@@ -45,6 +45,8 @@ FIRST_COOL_DOWN, PROBE_SHARE = 4, 0.005
 PROBED_OF = 8
 # Drafting one level, in plain steps, before it was ever measured.
 DRAFT_GUESS = 0.1
+# A decision stands for so many steps while nothing is drafted, since nothing new is known then.
+STANDS_FOR = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,22 @@ class Bet:
     speedup: float
 
 
+@dataclass(slots=True)
+class Standing:
+    """The last decision: sizes for sequences of a plan of so many rows, and why.
+
+    Attributes:
+        num_steps: for which it holds yet.
+    """
+
+    rows: int
+    seq_ids: list[int]
+    sizes: NDArray[np.int64]
+    kind: str
+    words: str | None
+    num_steps: int = STANDS_FOR - 1
+
+
 class AutoController:
     """Drafts where it pays, and no more than pays.
 
@@ -107,6 +125,7 @@ class AutoController:
         self._cool_down = FIRST_COOL_DOWN
         self._steps_to_probe = 0
         self._drafting: set[int] = set()  # sequences that had a budget in the last step
+        self._standing: Standing | None = None
 
     def budgets(self, plan: Plan) -> list[int]:
         """Nodes allowed for each planned sequence."""
@@ -114,7 +133,10 @@ class AutoController:
         ready = [i for i in range(len(plan.seqs)) if plan.reaches_end(i)]
         self._is_probe = False
         if ready and self.max_tokens:
-            sizes = self._sizes(self._load(plan), [plan.seqs[i] for i in ready])
+            seqs = [plan.seqs[i] for i in ready]
+            sizes = self._standing_sizes(plan, seqs)
+            if sizes is None:
+                sizes = self._sizes(self._load(plan), seqs)
             for i, size in zip(ready, sizes, strict=True):
                 budgets[i] = int(size)
         return budgets
@@ -140,6 +162,8 @@ class AutoController:
         ):
             if verdict is not None:
                 self._rates.observe(seq.seq_id, budget, draft, verdict)
+        if num_rows > load.rows:
+            self._standing = None
         if any(result.budgets) and num_rows == load.rows:
             self.reasons.correct("off: lookup found nothing")
         elif self._is_probe and num_rows > load.rows:
@@ -160,6 +184,20 @@ class AutoController:
             batch, rows, context, num_seqs, float(plain_sec), float(decode_sec) / max(batch, 1)
         )
 
+    def _standing_sizes(self, plan: Plan, seqs: Seq[Sequence]) -> NDArray[np.int64] | None:
+        """The last decision, where it stands for this plan."""
+        standing = self._standing
+        if standing is None or standing.num_steps == 0:
+            return None
+        if standing.rows != sum(plan.num_tokens):
+            return None
+        if standing.seq_ids != [seq.seq_id for seq in seqs]:
+            return None
+        standing.num_steps -= 1
+        self._steps_to_probe = max(self._steps_to_probe - 1, 0)
+        self.reasons.give(standing.kind, standing.words)
+        return np.minimum(standing.sizes, [max(seq.room - 1, 0) for seq in seqs])
+
     def _sizes(self, load: Load, seqs: Seq[Sequence]) -> NDArray[np.int64]:
         """Choose sizes for the sequences that get a token, and say why."""
         nothing = np.zeros(len(seqs), dtype=np.int64)
@@ -177,15 +215,16 @@ class AutoController:
         best = self._best(load, accepted, offered, room)
         self._is_on = best.speedup > (1.0 if self._is_on else START_SPEEDUP)
         if self._is_on and not self._can_afford(0.0, load):
-            self.reasons.give("off: paying back lost time")
-            return nothing
+            return self._decide(load, seq_ids, nothing, "off: paying back lost time")
         if self._is_on:
-            self.reasons.give(
+            return self._decide(
+                load,
+                seq_ids,
+                best.sizes,
                 "draft",
                 f"draft {best.sizes.mean():.3g}: expects {best.tokens / load.batch:.1f} tokens "
                 f"for {best.sec / load.plain_sec:.1f} plain steps",
             )
-            return best.sizes
         if self._probe_is_due(load, room):
             self._is_probe = True
             self.reasons.give("probing")
@@ -194,16 +233,25 @@ class AutoController:
             return np.where(np.isin(np.arange(len(seqs)), probed) & (room > 0), 1, 0)
         break_even = self._break_even(load, accepted.mean(0))
         if break_even:
-            self.reasons.give(
-                "off: batch is past break-even",
-                f"off: batch {load.batch} is past break-even {break_even}",
-            )
+            kind = "off: batch is past break-even"
+            words = f"off: batch {load.batch} is past break-even {break_even}"
         else:
-            self.reasons.give(
-                "off: acceptance does not pay",
-                f"off: acceptance {accepted[:, 0].mean():.2f} does not pay",
-            )
-        return nothing
+            kind = "off: acceptance does not pay"
+            words = f"off: acceptance {accepted[:, 0].mean():.2f} does not pay"
+        return self._decide(load, seq_ids, nothing, kind, words)
+
+    def _decide(
+        self,
+        load: Load,
+        seq_ids: list[int],
+        sizes: NDArray[np.int64],
+        kind: str,
+        words: str | None = None,
+    ) -> NDArray[np.int64]:
+        """A decision that stands for a while."""
+        self.reasons.give(kind, words)
+        self._standing = Standing(load.rows, seq_ids, sizes, kind, words)
+        return sizes
 
     def _best(
         self,

@@ -186,7 +186,9 @@ class DraftCosts:
         if known is None:
             by_depth[depth] = sec
         else:
-            by_depth[depth] += self.SHARE * (min(sec, LARGEST_SURPRISE * known) - known)
+            # Of what seemed to cost nothing any time would be a surprise.
+            most = LARGEST_SURPRISE * max(known, guess_sec)
+            by_depth[depth] += self.SHARE * (min(sec, most) - known)
 
     def _along(self, bucket: int, depth: Floats, guess_sec: float) -> Floats:
         """Through the depths measured for about so many sequences, and through 0 at depth 0."""

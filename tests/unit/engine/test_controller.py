@@ -392,3 +392,27 @@ def test_a_good_child_after_a_poor_sibling_is_reached():
     smooth = _non_increasing(gains)
     assert smooth[0].tolist() == pytest.approx([0.6, 0.25, 0.25, 0.2])
     assert smooth[1].tolist() == gains[1].tolist()
+
+
+def test_a_decision_stands_while_lookup_finds_nothing(monkeypatch):
+    """Deciding anew costs a tenth of a small model's step, and nothing new is known."""
+    world = World(1, CURVES["flat"], lambda step, seq: 0.9)
+    controller = world.auto()
+    world.run(controller, 50)
+    assert world.budgets[-1] != [0]
+
+    decided = []
+    monkeypatch.setattr(
+        AutoController,
+        "_best",
+        lambda self, *args, best=AutoController._best: decided.append(0) or best(self, *args),
+    )
+    world.run(controller, 10)
+    assert len(decided) == 10, "drafts teach, so each step decides anew"
+    world.offer = 0.0
+    decided.clear()
+    world.run(controller, 17)
+    assert len(decided) == 3
+    world.seqs[0] = sequence(5)
+    world.run(controller, 1)
+    assert len(decided) == 4, "another sequence is another matter"

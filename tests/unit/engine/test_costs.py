@@ -231,3 +231,10 @@ def test_a_disk_that_refuses_fails_nothing(runner, measured, tmp_path):
     (tmp_path / "costs").write_text("a file where the folder should be")
     assert calibrated(runner, tmp_path / "costs") == measured[0]
     assert os.listdir(tmp_path) == ["costs"]
+
+
+def test_drafting_that_seemed_free_can_turn_out_not_to_be():
+    costs = DraftCosts()
+    for sec in (0.0, *[0.002] * 40):
+        costs.observe(1, 1, sec, is_restart=False, guess_sec=0.001)
+    assert costs.predict(1, 1, 0.001) == pytest.approx(0.002, rel=0.01)

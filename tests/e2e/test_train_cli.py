@@ -28,8 +28,7 @@ def test_what_was_trained_drafts_and_changes_no_token(tiny_gguf, tmp_path, capsy
     assert how == f"use it with --spec-method {method} --spec-model {tmp_path / 'head'}"
     card = json.loads(last)
     assert card["method"] == method
-    assert card["data"] == "builtin"
-    assert card["argv"]
+    assert (card["target"], card["data"]) == (str(tiny_gguf), "builtin")
     assert card["num_texts"] == 12
 
     settings = {"device": "cpu", "dtype": "float64", "quiet": True, "kv_cache_memory": 2**20}

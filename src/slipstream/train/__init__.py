@@ -8,6 +8,7 @@
     unroll       a head drafting on its own output, as it will have to
     objectives   losses of the published recipes
     loop         steps, checkpoints, held-out acceptance
+    run          all of it, in a directory it can be taken up in again
 
 Everything is a function of the settings: a run that was killed goes on where it stopped and ends
 where it would have ended.

@@ -17,6 +17,7 @@ import torch
 from slipstream.core.errors import ConfigError
 from slipstream.loading.heads import Head
 from slipstream.models.heads import MedusaHead
+from slipstream.train.files import written_whole
 from slipstream.train.objectives import Objective, acceptance, loss
 from slipstream.train.rows import Corpus, Rows, shuffled
 
@@ -147,7 +148,5 @@ def _keep(
         "step": step,
         "acceptance": measured,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    torch.save(kept, part)
-    part.replace(path)
+    with written_whole(path) as part:
+        torch.save(kept, part)

@@ -3,7 +3,6 @@
 Besides, a target makes prompts up: given the opening of a user's turn it writes what users write.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product, takewhile
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.params import SamplingParams
+from slipstream.loading.jsonl import read_jsonl
 from slipstream.train.texts import Answer, Ask
 
 Encode = Callable[[str], list[int]]
@@ -203,16 +203,8 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         ConfigError: a line is something else, or there is none.
     """
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            prompts.append(_first_turn(json.loads(line)))
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, StopIteration):
-            raise ConfigError(
-                f"{path}, line {number}: expected a JSON object with prompt, turns or messages"
-            ) from None
+    expected = "a JSON object with prompt, turns or messages"
+    prompts = read_jsonl(path, _first_turn, expected)
     if not prompts:
         raise ConfigError(f"{path} has no prompts")
     return prompts

@@ -27,6 +27,7 @@ from slipstream.loading.head_files import write_head
 from slipstream.loading.heads import Head
 from slipstream.models import CausalLM
 from slipstream.models.heads import tensor_bytes
+from slipstream.train.files import written_whole
 from slipstream.train.loop import Progress, Schedule, train
 from slipstream.train.objectives import Objective
 from slipstream.train.rows import Corpus
@@ -254,10 +255,8 @@ def _keep(settings: Settings, out: Path) -> Settings:
 
 
 def _write_json(content: Mapping[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
+    with written_whole(path) as part:
+        part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.core.params import SamplingParams
+from slipstream.train.files import written_whole
 
 # The prompts of some texts, by their indices.
 Ask = Callable[[Sequence[int]], list[list[int]]]
@@ -59,11 +60,9 @@ class Texts:
 
 
 def write_whole(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a file that is there with all it should hold, or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    save_file(tensors, part)
-    part.replace(path)
+    """Write a shard."""
+    with written_whole(path) as part:
+        save_file(tensors, part)
 
 
 def is_held_out(index: int) -> bool:

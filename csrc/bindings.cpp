@@ -194,7 +194,8 @@ using OptionalVector = std::optional<Array<const float, nb::ndim<1>>>;
 void run(PyProgram& self, int64_t rows, std::optional<Longs> ids, std::optional<Longs> positions,
          std::optional<Longs> slots, Array<const int64_t, nb::shape<-1, 5>> spans, Longs tables,
          Array<const uint8_t, nb::ndim<1>> ancestors, nb::ndarray<nb::device::cpu, nb::c_contig> pool, int pool_kind,
-         std::optional<Array<const float, nb::ndim<2>>> hidden, std::vector<Floats> outputs) {
+         std::optional<Array<const float, nb::ndim<2>>> hidden, std::vector<Floats> outputs,
+         std::optional<Longs> picked) {
   Input input{};
   input.rows = rows;
   const bool has_pool = pool.ndim() == 6;
@@ -211,6 +212,11 @@ void run(PyProgram& self, int64_t rows, std::optional<Longs> ids, std::optional<
   input.positions = checked(positions, INT64_MAX);
   input.slots = checked(slots, num_blocks * block_size);
   require(within(tables, num_blocks), "a table names a block that is not there");
+  if (picked) {
+    require(within(*picked, rows), "a picked row is not there");
+    input.picked = picked->data();
+    input.picked_rows = (int64_t)picked->size();
+  }
   if (hidden) {
     require((int64_t)hidden->shape(0) == rows, "as many hidden states as rows");
     input.hidden = hidden->data();
@@ -232,9 +238,11 @@ void run(PyProgram& self, int64_t rows, std::optional<Longs> ids, std::optional<
     input.pool = (uint8_t*)pool.data();
   }
   std::vector<float*> to;
-  for (auto& out : outputs) {
-    require((int64_t)out.shape(0) == rows, "an output has another number of rows");
-    to.push_back(out.data());
+  require(outputs.size() == self.program.num_outputs(), "as many outputs as the program has");
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    require((int64_t)outputs[i].shape(0) == self.program.output_rows(i, input), "an output has another number of rows");
+    require((int64_t)outputs[i].shape(1) == self.program.output_width(i), "an output has another width");
+    to.push_back(outputs[i].data());
   }
   const std::shared_ptr<Team> team = machine().team;
   const Kernels& kernels = *machine().kernels;
@@ -261,7 +269,7 @@ NB_MODULE(_native, m) {
 
   nb::class_<PyProgram>(m, "Program")
       .def(nb::init<>())
-      .def("buffer", [](PyProgram& p, int64_t width) { return p.program.buffer(width); })
+      .def("buffer", [](PyProgram& p, int64_t width, bool is_picked) { return p.program.buffer(width, is_picked); })
       .def("codes", [](PyProgram& p, int64_t columns) { return p.program.codes(columns); })
       .def("angles", [](PyProgram& p, std::vector<float> frequencies) { return p.program.angles(std::move(frequencies)); })
       .def("embed", [](PyProgram& p, PartTuple table, int64_t columns, ViewTuple out) {
@@ -305,8 +313,11 @@ NB_MODULE(_native, m) {
       .def("add", [](PyProgram& p, ViewTuple a, ViewTuple b, int64_t width, ViewTuple out) {
         p.program.add(view(a), view(b), width, view(out));
       })
-      .def("output", [](PyProgram& p, ViewTuple in, int64_t width, int index) { p.program.output(view(in), width, index); })
+      .def("pick", [](PyProgram& p, ViewTuple in, int64_t width, ViewTuple out) {
+        p.program.pick(view(in), width, view(out));
+      })
+      .def("output", [](PyProgram& p, int buffer) { p.program.output(buffer); })
       .def("run", &run, nb::arg("rows"), nb::arg("ids").none(), nb::arg("positions").none(), nb::arg("slots").none(),
            nb::arg("spans"), nb::arg("tables"), nb::arg("ancestors"), nb::arg("pool"), nb::arg("pool_kind"),
-           nb::arg("hidden").none(), nb::arg("outputs"));
+           nb::arg("hidden").none(), nb::arg("outputs"), nb::arg("picked").none() = nb::none());
 }

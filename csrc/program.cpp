@@ -8,13 +8,12 @@
 
 namespace slipstream {
 
-// One run: what operations see.
+// One run on all its rows, or on those picked: what operations see.
 struct Program::Context {
   Program& program;
   Team& team;
   const Kernels& kernels;
   const Input& input;
-  const std::vector<float*>& outputs;
   const int64_t rows;
 
   // Shares of attention, the same for every layer.
@@ -32,13 +31,8 @@ struct Program::Context {
   std::vector<Join> joins;
   std::vector<float> partials;
 
-  // Scratch of each thread.
-  std::vector<std::vector<float>> attend_scratch;
-  std::vector<std::vector<uint8_t>> unpacked;
-  std::vector<std::vector<float>> tiles;
-
   Rows at(View view) const {
-    return {program.buffers_[view.buffer].data() + view.offset, program.widths_[view.buffer]};
+    return {program.memory_[view.buffer] + view.offset, program.widths_[view.buffer]};
   }
   Activations codes(int index) const {
     return {rows,
@@ -93,7 +87,7 @@ void Program::Context::plan_attention(int64_t num_heads) {
     return work(a) > work(b);
   });
   partials.resize((size_t)partial);
-  for (auto& scratch : attend_scratch) scratch.resize((size_t)attend_scratch_floats(input.pages.head_dim, heads));
+  for (auto& scratch : program.attend_scratch_) scratch.resize((size_t)attend_scratch_floats(input.pages.head_dim, heads));
 }
 
 struct Program::Embed : Op {
@@ -170,7 +164,7 @@ void Program::Linear::multiply(Context& c, int thread, int64_t tile, float* out)
       using L = decltype(layout);
       const uint8_t* data = part.data + tile * tile_bytes<L>(op.columns);
       if constexpr (L::is_float) c.kernels.float_tile(L::kind, data, c.at(op.in), c.rows, op.columns, out);
-      else c.kernels.linear_tile(L::kind, data, c.codes(op.codes), out, c.unpacked[thread].data());
+      else c.kernels.linear_tile(L::kind, data, c.codes(op.codes), out, c.program.unpacked_[thread].data());
     });
     return;
   }
@@ -205,7 +199,7 @@ void Program::Linear::finish(Context& c, int64_t tile, const float* sums) {
 void Program::Linear::run(Context& c, int thread) {
   int64_t tiles = 0;
   for (const Part& part : op.parts) tiles += (part.rows + kTileRows - 1) / kTileRows;
-  float* sums = c.tiles[thread].data();
+  float* sums = c.program.tiles_[thread].data();
   if (op.gate == LinearOp::Gate::none) {
     // Small bites, so that no thread waits long for another at the end.
     const int64_t bite = std::max<int64_t>(1, tiles / (16 * c.team.size()));
@@ -292,7 +286,7 @@ void Program::Attend::run(Context& c, int thread) {
     const AttentionSpan& span = c.input.spans[share.span];
     float* partial = c.partials.data() + share.partial;
     c.kernels.attend(span, pages, shape, c.at(q), share.begin, share.end, share.kv_head, share.first, share.last,
-                     partial, c.attend_scratch[thread].data());
+                     partial, c.program.attend_scratch_[thread].data());
     if (!share.is_whole) continue;
     for (int64_t r = share.begin; r < share.end; ++r)
       for (int64_t h = 0; h < group; ++h, partial += state)
@@ -327,21 +321,21 @@ struct Program::Add : Op {
   }
 };
 
-struct Program::Output : Op {
-  View in;
+struct Program::Pick : Op {
+  View in, out;
   int64_t width;
-  int index;
   void run(Context& c, int thread) override {
     c.each_row(thread, [&](int64_t r) {
-      std::memcpy(c.outputs[index] + r * width, c.at(in).row(r), (size_t)width * 4);
+      std::memcpy(c.at(out).row(r), c.at(in).row(c.input.picked[r]), (size_t)width * 4);
     });
   }
 };
 
 // ---------------------------------------------------------------- recording
 
-int Program::buffer(int64_t width) {
+int Program::buffer(int64_t width, bool is_picked) {
   widths_.push_back(width);
+  is_picked_.push_back(is_picked);
   capacity_ = 0;
   return (int)widths_.size() - 1;
 }
@@ -358,92 +352,105 @@ int Program::angles(std::vector<float> inverse_frequencies) {
   return (int)angle_frequencies_.size() - 1;
 }
 
-#define SLIPSTREAM_APPEND(Kind, ...)         \
-  do {                                       \
-    auto op = std::make_unique<Kind>();      \
-    __VA_ARGS__                              \
-    ops_.push_back(std::move(op));           \
+void Program::append(std::unique_ptr<Op> op, View out) {
+  op->is_picked = is_picked_[out.buffer];
+  ops_.push_back(std::move(op));
+}
+
+#define SLIPSTREAM_APPEND(Kind, rows_like, ...) \
+  do {                                         \
+    auto op = std::make_unique<Kind>();        \
+    __VA_ARGS__                                \
+    append(std::move(op), rows_like);          \
   } while (0)
 
 void Program::embed(Part table, int64_t columns, View out) {
-  SLIPSTREAM_APPEND(Embed, op->table = table; op->columns = columns; op->out = out;);
+  SLIPSTREAM_APPEND(Embed, out, op->table = table; op->columns = columns; op->out = out;);
 }
 
-void Program::load(int64_t width, View out) { SLIPSTREAM_APPEND(Load, op->width = width; op->out = out;); }
+void Program::load(int64_t width, View out) { SLIPSTREAM_APPEND(Load, out, op->width = width; op->out = out;); }
 
 void Program::scale(View in, float factor, int64_t width, View out) {
-  SLIPSTREAM_APPEND(Scale, op->in = in; op->factor = factor; op->width = width; op->out = out;);
+  SLIPSTREAM_APPEND(Scale, out, op->in = in; op->factor = factor; op->width = width; op->out = out;);
 }
 
 void Program::rms_norm(View in, const float* weight, float eps, int64_t width, int64_t heads, View out, int out_codes) {
-  SLIPSTREAM_APPEND(Norm, op->in = in; op->weight = weight; op->eps = eps; op->width = width; op->heads = heads;
+  SLIPSTREAM_APPEND(Norm, out, op->in = in; op->weight = weight; op->eps = eps; op->width = width; op->heads = heads;
                     op->out = out; op->out_codes = out_codes;);
 }
 
 void Program::quantize(View in, int out_codes) {
-  SLIPSTREAM_APPEND(Quantize, op->in = in; op->out_codes = out_codes;);
+  SLIPSTREAM_APPEND(Quantize, in, op->in = in; op->out_codes = out_codes;);
 }
 
 void Program::linear(LinearOp linear) {
   scratch_columns_ = std::max(scratch_columns_, linear.columns);
-  SLIPSTREAM_APPEND(Linear, op->op = std::move(linear););
+  SLIPSTREAM_APPEND(Linear, linear.out, op->op = linear;);
 }
 
 void Program::rotate(View in, int angles, int64_t heads, int64_t head_dim, View out) {
-  SLIPSTREAM_APPEND(Rotate, op->in = in; op->angles = angles; op->heads = heads; op->head_dim = head_dim; op->out = out;);
+  SLIPSTREAM_APPEND(Rotate, out, op->in = in; op->angles = angles; op->heads = heads; op->head_dim = head_dim;
+                    op->out = out;);
 }
 
 void Program::attend(int64_t layer, View q, View k, View v, int64_t heads, float scale, int64_t window, View out,
                      int out_codes) {
   num_heads_ = heads;
-  SLIPSTREAM_APPEND(Attend, op->layer = layer; op->q = q; op->k = k; op->v = v; op->heads = heads; op->scale = scale;
-                    op->window = window; op->out = out; op->out_codes = out_codes;);
+  SLIPSTREAM_APPEND(Attend, out, op->layer = layer; op->q = q; op->k = k; op->v = v; op->heads = heads;
+                    op->scale = scale; op->window = window; op->out = out; op->out_codes = out_codes;);
 }
 
 void Program::gated(View in, int64_t width, bool gelu, View out) {
-  SLIPSTREAM_APPEND(Gated, op->in = in; op->width = width; op->gelu = gelu; op->out = out;);
+  SLIPSTREAM_APPEND(Gated, out, op->in = in; op->width = width; op->gelu = gelu; op->out = out;);
 }
 
 void Program::add(View a, View b, int64_t width, View out) {
-  SLIPSTREAM_APPEND(Add, op->a = a; op->b = b; op->width = width; op->out = out;);
+  SLIPSTREAM_APPEND(Add, out, op->a = a; op->b = b; op->width = width; op->out = out;);
 }
 
-void Program::output(View in, int64_t width, int index) {
-  SLIPSTREAM_APPEND(Output, op->in = in; op->width = width; op->index = index;);
+void Program::pick(View in, int64_t width, View out) {
+  SLIPSTREAM_APPEND(Pick, out, op->in = in; op->width = width; op->out = out;);
+}
+
+void Program::output(int buffer) {
+  outputs_.push_back(buffer);
+  capacity_ = 0;
 }
 
 // ---------------------------------------------------------------- running
 
-void Program::reserve(int64_t rows) {
-  if (rows <= capacity_) return;
+void Program::reserve(int64_t rows, int threads) {
+  if (rows <= capacity_ && threads == num_threads_) return;
   capacity_ = rows;
+  num_threads_ = threads;
   auto resize = [](auto& vectors, size_t count, auto size) {
     vectors.resize(count);
     for (size_t i = 0; i < count; ++i) vectors[i].resize((size_t)size(i));
   };
   size_t codes = code_columns_.size(), angles = angle_frequencies_.size();
-  resize(buffers_, widths_.size(), [&](size_t i) { return rows * widths_[i]; });
+  auto is_output = [&](size_t i) { return std::find(outputs_.begin(), outputs_.end(), (int)i) != outputs_.end(); };
+  resize(buffers_, widths_.size(), [&](size_t i) { return is_output(i) ? 0 : rows * widths_[i]; });
   resize(codes_, codes, [&](size_t i) { return rows * code_columns_[i]; });
   resize(code_scales_, codes, [&](size_t i) { return rows * code_columns_[i] / kGroup; });
   resize(code_totals_, codes, [&](size_t i) { return rows * code_columns_[i] / kGroup; });
   resize(code_sums_, codes, [&](size_t i) { return rows * code_columns_[i] / kGroup * 2; });
   resize(cosines_, angles, [&](size_t i) { return rows * (int64_t)angle_frequencies_[i].size(); });
   resize(sines_, angles, [&](size_t i) { return rows * (int64_t)angle_frequencies_[i].size(); });
+  resize(unpacked_, (size_t)threads, [&](size_t) { return linear_scratch_bytes(scratch_columns_); });
+  resize(tiles_, (size_t)threads, [&](size_t) { return rows * 4 * kTileRows; });
+  attend_scratch_.resize((size_t)threads);
+  memory_.resize(buffers_.size());
+  for (size_t i = 0; i < buffers_.size(); ++i) memory_[i] = buffers_[i].data();
 }
 
 void Program::run(Team& team, const Kernels& kernels, const Input& input, const std::vector<float*>& outputs) {
   if (input.rows == 0) return;
   std::lock_guard one_at_a_time(running_);
-  reserve(input.rows);
-  Context context{*this, team, kernels, input, outputs, input.rows, {}, {}, {}, {}, {}, {}};
-  context.attend_scratch.resize((size_t)team.size());
-  context.unpacked.resize((size_t)team.size());
-  context.tiles.resize((size_t)team.size());
-  for (int i = 0; i < team.size(); ++i) {
-    context.unpacked[i].resize((size_t)linear_scratch_bytes(scratch_columns_));
-    context.tiles[i].resize((size_t)input.rows * 4 * kTileRows);
-  }
-  if (num_heads_) context.plan_attention(num_heads_);
+  reserve(std::max(input.rows, input.picked_rows), team.size());
+  for (size_t i = 0; i < outputs.size(); ++i) memory_[outputs_[i]] = outputs[i];
+  Context all{*this, team, kernels, input, input.rows, {}, {}, {}};
+  Context picked{*this, team, kernels, input, input.picked_rows, {}, {}, {}};
+  if (num_heads_) all.plan_attention(num_heads_);
   for (auto& op : ops_) {
     op->counter.reset();
     op->second.reset();
@@ -451,7 +458,7 @@ void Program::run(Team& team, const Kernels& kernels, const Input& input, const 
   team.run([&](int thread) {
     for (size_t kind = 0; kind < angle_frequencies_.size(); ++kind) {
       const auto& frequencies = angle_frequencies_[kind];
-      context.each_row(thread, [&](int64_t r) {
+      all.each_row(thread, [&](int64_t r) {
         for (size_t i = 0; i < frequencies.size(); ++i) {
           float angle = (float)input.positions[r] * frequencies[i];
           cosines_[kind][r * frequencies.size() + i] = std::cos(angle);
@@ -460,6 +467,8 @@ void Program::run(Team& team, const Kernels& kernels, const Input& input, const 
       });
     }
     for (auto& op : ops_) {
+      Context& context = op->is_picked ? picked : all;
+      if (context.rows == 0) continue;
       op->run(context, thread);
       team.barrier();
     }

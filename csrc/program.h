@@ -40,7 +40,8 @@ struct LinearOp {
 };
 
 struct Input {
-  int64_t rows;
+  int64_t rows, picked_rows;
+  const int64_t* picked;  // which rows `pick` keeps
   const int64_t *ids, *positions, *slots;
   std::vector<AttentionSpan> spans;
   uint8_t* pool;  // [layers, 2, bytes of a layer's keys or values]
@@ -51,8 +52,8 @@ struct Input {
 
 class Program {
  public:
-  // Buffers; sizes grow with the rows of a run.
-  int buffer(int64_t width);
+  // Buffers; sizes grow with the rows of a run. Those of picked values have a run's picked rows.
+  int buffer(int64_t width, bool is_picked);
   int codes(int64_t columns);
 
   void embed(Part table, int64_t columns, View out);
@@ -66,9 +67,14 @@ class Program {
   void attend(int64_t layer, View q, View k, View v, int64_t heads, float scale, int64_t window, View out, int out_codes);
   void gated(View in, int64_t width, bool gelu, View out);
   void add(View a, View b, int64_t width, View out);
-  void output(View in, int64_t width, int index);
+  void pick(View in, int64_t width, View out);
+  void output(int buffer);  // the caller's memory takes this buffer's place
 
-  // Run on so many rows; outputs[i] is [rows, width].
+  int64_t output_rows(size_t index, const Input& input) const { return rows_of(outputs_[index], input); }
+  int64_t output_width(size_t index) const { return widths_[outputs_[index]]; }
+  size_t num_outputs() const { return outputs_.size(); }
+
+  // Run on so many rows; outputs in the order they were declared.
   void run(Team& team, const Kernels& kernels, const Input& input, const std::vector<float*>& outputs);
 
  private:
@@ -77,6 +83,7 @@ class Program {
     virtual ~Op() = default;
     virtual void run(Context& context, int thread) = 0;
     Counter counter, second;
+    bool is_picked = false;
   };
   struct Embed;
   struct Load;
@@ -88,22 +95,33 @@ class Program {
   struct Attend;
   struct Gated;
   struct Add;
-  struct Output;
+  struct Pick;
 
-  void reserve(int64_t rows);
+  void append(std::unique_ptr<Op> op, View out);
+  void reserve(int64_t rows, int threads);
+  int64_t rows_of(int buffer, const Input& input) const {
+    return is_picked_[buffer] ? input.picked_rows : input.rows;
+  }
 
   std::vector<int64_t> widths_, code_columns_;
+  std::vector<bool> is_picked_;
+  std::vector<int> outputs_;
   std::vector<std::vector<float>> angle_frequencies_;
   std::vector<std::unique_ptr<Op>> ops_;
   int64_t scratch_columns_ = 0, num_heads_ = 0;
   std::mutex running_;
 
   int64_t capacity_ = 0;
+  int num_threads_ = 0;
   std::vector<std::vector<float>> buffers_;
+  std::vector<float*> memory_;  // where each buffer lies in this run
   std::vector<std::vector<int8_t>> codes_;
   std::vector<std::vector<float>> code_scales_, code_totals_;
   std::vector<std::vector<int32_t>> code_sums_;
   std::vector<std::vector<float>> cosines_, sines_;
+  // Of each thread.
+  std::vector<std::vector<float>> attend_scratch_, tiles_;
+  std::vector<std::vector<uint8_t>> unpacked_;
 };
 
 }  // namespace slipstream

@@ -9,6 +9,7 @@ from torch import Tensor
 from slipstream.core.target import TargetOutput
 from slipstream.drafters.eagle import EagleDrafter
 from slipstream.drafters.medusa import MedusaDrafter
+from slipstream.drafters.vocabulary import DraftVocabulary
 from slipstream.kernels import dense_attention
 from slipstream.loading.heads import one_layer
 from slipstream.models import CausalLM
@@ -110,6 +111,12 @@ def target_pass(target: CausalLM, tokens: list[int], taps=()) -> TargetOutput:
     return TargetOutput(target.logits(hidden), [0], hidden, tapped, [0])
 
 
+def logits_of(head: FeatureHead, features: Tensor) -> Tensor:
+    """Logits over all the target's tokens, [R, V]."""
+    vocabulary = DraftVocabulary(head.borrowed.vocab_size, head.target_ids)
+    return vocabulary.widened(head.logits(features))
+
+
 def head_logits(
     head: FeatureHead,
     target: CausalLM,
@@ -128,6 +135,6 @@ def head_logits(
     while True:
         after = head(torch.tensor(ids), features, torch.arange(len(ids)), dense)[-1:]
         if not path:
-            return head.logits(after)
+            return logits_of(head, after)
         ids, path = [*ids, path[0]], path[1:]
         features = torch.cat([features, after])

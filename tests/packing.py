@@ -94,6 +94,14 @@ def random_weight(
 def run(program: Any, hidden: Tensor, widths: Sequence[int]) -> list[Tensor]:
     """A program that begins with rows of floats, without attention; its outputs."""
     outputs = [torch.empty(len(hidden), width) for width in widths]
+    run_into(program, hidden, outputs)
+    return outputs
+
+
+def run_into(
+    program: Any, hidden: Tensor, outputs: Sequence[Tensor], picked: Tensor | None = None
+) -> None:
+    """The same, with the rows that `pick` keeps."""
     program.run(
         rows=len(hidden),
         ids=None,
@@ -105,9 +113,9 @@ def run(program: Any, hidden: Tensor, widths: Sequence[int]) -> list[Tensor]:
         pool=NO_TABLES,
         pool_kind=0,
         hidden=hidden,
-        outputs=outputs,
+        outputs=list(outputs),
+        picked=picked,
     )
-    return outputs
 
 
 # Of a model's matrices, by the end of their names; K types where 256 columns are.

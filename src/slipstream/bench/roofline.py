@@ -23,7 +23,7 @@ from slipstream.maths.roofline import (
     step_cost,
 )
 from slipstream.models import CausalLM
-from slipstream.models.recorded import RecordedModel
+from slipstream.models.recorded import RecordedRows
 from slipstream.models.runner import ModelRunner
 
 _READ_BYTES = 1 << 29  # beyond any cache
@@ -145,10 +145,11 @@ def _product_rate(model: CausalLM) -> float:
 
 def _packed_product_rate(model: CausalLM) -> float:
     """The same of many rows and the model's largest packed matrix."""
-    recorded = RecordedModel(model)
-    rows = torch.ones(_PACKED_ROWS, model.config.hidden_size)
-    seconds = _fastest(lambda: recorded.logits(rows))
-    return 2 * _PACKED_ROWS * model.config.vocab_size * model.config.hidden_size / seconds
+    config = model.config
+    logits = RecordedRows(model.logits, config.hidden_size, config.vocab_size)
+    rows = torch.ones(_PACKED_ROWS, config.hidden_size)
+    seconds = _fastest(lambda: logits(rows))
+    return 2 * _PACKED_ROWS * config.vocab_size * config.hidden_size / seconds
 
 
 def _read_sec(device: torch.device) -> float:

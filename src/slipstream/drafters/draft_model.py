@@ -34,11 +34,11 @@ from slipstream.drafters.levels import (
     Run,
     by_run,
     drafts_of,
-    fitted,
     node_span,
 )
 from slipstream.drafters.pages import reserve
 from slipstream.drafters.tree_growth import Growth
+from slipstream.drafters.vocabulary import DraftVocabulary
 from slipstream.kv.blocks import BlockManager
 from slipstream.kv.cache import KVCache
 from slipstream.loading.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ class DraftModelDrafter:
         self.blocks = blocks
         self.vocab_size = vocab_size
         self.chunk_tokens = chunk_tokens
-        self._grower = LevelGrower(rule, tree, vocab_size)
+        self._grower = LevelGrower(rule, tree, DraftVocabulary(vocab_size))
         self._runner = ModelRunner(model, cache)
         self._pages: dict[int, _Pages] = {}  # least recently drafted first
 
@@ -177,7 +177,7 @@ class DraftModelDrafter:
         """One pass over missing committed tokens, least behind first.
 
         Returns:
-            The sequences that now have all of theirs, and the logits that follow, [R, V].
+            The sequences that now have all of theirs, and the logits that follow, [R, V_d].
         """
         wanted = {run.seq.seq_id for run in runs}
         ready: list[Run] = []
@@ -220,17 +220,17 @@ class DraftModelDrafter:
         )
 
     def _feed(self, places: Seq[Place], depth: int) -> Tensor:
-        """Compute nodes of a level: the logits after each, [R, V]."""
+        """Compute nodes of a level: the logits after each, [R, V_d]."""
         return self._forward(
             [node_span(run, nodes, len(run.seq.tokens), depth) for run, nodes in by_run(places)]
         )
 
     def _forward(self, spans: Seq[Span]) -> Tensor:
-        """One pass of the draft model: logits [R, V], V being the target's vocabulary."""
+        """One pass of the draft model: logits [R, V_d]."""
         if not spans:
-            return torch.empty(0, self.vocab_size)
+            return torch.empty(0, 0)
         batch = lay_out(spans, self.blocks, self._runner.device)
-        return fitted(self._runner.forward(batch).logits, self.vocab_size)
+        return self._runner.forward(batch).logits
 
 
 def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:

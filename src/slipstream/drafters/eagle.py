@@ -34,11 +34,11 @@ from slipstream.drafters.levels import (
     Run,
     by_run,
     drafts_of,
-    fitted,
     node_span,
 )
 from slipstream.drafters.pages import reserve
 from slipstream.drafters.tree_growth import Growth
+from slipstream.drafters.vocabulary import DraftVocabulary
 from slipstream.kv.blocks import BlockManager
 from slipstream.kv.cache import KVCache
 from slipstream.models.batch import Span, lay_out, rows_at
@@ -108,7 +108,8 @@ class EagleDrafter:
             head.config, num_blocks=num_blocks, block_size=block_size, dtype=kv_dtype, device=device
         )
         self._runner = HeadRunner(head, self._cache)
-        self._grower = LevelGrower(rule, tree, vocab_size)
+        vocabulary = DraftVocabulary(vocab_size, head.target_ids)
+        self._grower = LevelGrower(rule, tree, vocabulary)
         self._pages: dict[int, _Pages] = {}  # least recently drafted first
 
     @torch.inference_mode()
@@ -127,7 +128,7 @@ class EagleDrafter:
             elif pages.num_waiting >= _MOST_WAITING:
                 overdue.append(seq)
         wanted = {seq.seq_id for seq in (*overdue, *(run.seq for run in runs))}
-        self._take_in(overdue, [0] * len(overdue), wanted)
+        self._take_in(overdue, wanted)
         runs = self._grow(runs, wanted)
         return drafts_of(runs, len(seqs))
 
@@ -155,7 +156,7 @@ class EagleDrafter:
             pages.waiting.append(states[rows])  # a copy: the pass itself is large
             pages.num_waiting += len(rows)
         # The rest of a prompt must not wait for its end, or the first draft would be late.
-        self._take_in(in_chunks, [0] * len(in_chunks), {seq.seq_id for seq in in_chunks})
+        self._take_in(in_chunks, {seq.seq_id for seq in in_chunks})
 
     def forget(self, seq_id: int) -> None:
         if self._pages.pop(seq_id, None) is not None:
@@ -187,7 +188,7 @@ class EagleDrafter:
         """Grow the trees of those there is room for, which are returned."""
         width = self._grower.width
         num_fed = [(run.num_levels - 1) * min(width, run.budget) for run in runs]
-        features, is_there = self._take_in([run.seq for run in runs], num_fed, wanted)
+        features, logits, is_there = self._take_in([run.seq for run in runs], wanted, num_fed)
         runs = [run for run, there in zip(runs, is_there, strict=True) if there]
         rows = {(run.index, -1): row for row, run in enumerate(runs)}
 
@@ -198,12 +199,12 @@ class EagleDrafter:
                 node_span(run, nodes, self._pages[run.seq.seq_id].num_valid, depth)
                 for run, nodes in by_run(places)
             ]
-            features = self._forward(spans, rows_at(features, before))
+            features, logits = self._forward(spans, rows_at(features, before))
             rows = {(run.index, node): row for row, (run, node) in enumerate(places)}
-            return self._logits(features)
+            return logits
 
         if runs:
-            self._grower.grow(runs, self._logits(features), follow)
+            self._grower.grow(runs, logits, follow)
         for run in runs:
             pages = self._pages[run.seq.seq_id]
             pages.growth, pages.root = run.growth, len(run.seq.tokens)
@@ -211,21 +212,21 @@ class EagleDrafter:
         return runs
 
     def _take_in(
-        self, seqs: Seq[Sequence], num_nodes: Seq[int], wanted: set[int]
-    ) -> tuple[Tensor, list[bool]]:
+        self, seqs: Seq[Sequence], wanted: set[int], num_nodes: Seq[int] | None = None
+    ) -> tuple[Tensor, Tensor, list[bool]]:
         """One pass over the pairs that wait.
 
         Args:
-            num_nodes: key slots behind them, for nodes.
             wanted: sequences whose pages are not to be taken.
+            num_nodes: key slots behind them, for nodes; None if nothing is to follow.
 
         Returns:
             The feature after the last pair of each sequence that has its K/V now, [R, hidden];
-            and which sequences these are.
+            its logits, [R, V_d], both if something is to follow; and which sequences these are.
         """
         is_there: list[bool] = []
         spans, states = [], []
-        for seq, room in zip(seqs, num_nodes, strict=True):
+        for seq, room in zip(seqs, num_nodes or [0] * len(seqs), strict=True):
             is_there.append(self._reserve(seq.seq_id, room, wanted))
             if not is_there[-1]:
                 continue
@@ -239,7 +240,7 @@ class EagleDrafter:
                     start=pages.num_valid,
                     tokens=seq.tokens[first : first + pages.num_waiting],
                     positions=range(pages.num_valid, stop),
-                    num_logits=1,
+                    num_logits=0 if num_nodes is None else 1,
                 )
             )
             states += pages.waiting
@@ -247,8 +248,8 @@ class EagleDrafter:
             if pages.num_skipped == 0:
                 self.blocks.commit(seq.seq_id, seq.tokens[1:], pages.num_valid)
         if not spans:
-            return torch.empty(0), is_there
-        return self._forward(spans, self.head.fuse(torch.cat(states))), is_there
+            return torch.empty(0), torch.empty(0), is_there
+        return *self._forward(spans, self.head.fuse(torch.cat(states))), is_there
 
     def _reserve(self, seq_id: int, num_nodes: int, wanted: set[int]) -> bool:
         """Slots for a sequence, at the expense of those not drafted for now, or else of itself."""
@@ -264,14 +265,9 @@ class EagleDrafter:
             forget=self.forget,
         )
 
-    def _forward(self, spans: Seq[Span], features: Tensor) -> Tensor:
-        """One pass of the head: the features that follow, where they are asked for, [R, hidden]."""
-        batch = lay_out(spans, self.blocks, self.device)
-        after = self._runner.forward(batch, features)
-        return after if len(batch.logit_rows) == len(after) else after[batch.logit_rows]
-
-    def _logits(self, features: Tensor) -> Tensor:
-        return fitted(self.head.logits(features), self.vocab_size)
+    def _forward(self, spans: Seq[Span], features: Tensor) -> tuple[Tensor, Tensor]:
+        """One pass of the head: next features [R, hidden] and logits, where they are asked for."""
+        return self._runner.forward(lay_out(spans, self.blocks, self.device), features)
 
 
 def _salt(seq: Sequence) -> bytes:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from slipstream.core.controls import Row
 from slipstream.core.draft import NO_DRAFT, Draft
@@ -20,6 +19,7 @@ from slipstream.core.sequence import Sequence
 from slipstream.core.speculative import RULES, TreeConfig
 from slipstream.drafters.sampling import Candidates, coupled, independent
 from slipstream.drafters.tree_growth import Acceptance, Growth
+from slipstream.drafters.vocabulary import DraftVocabulary
 from slipstream.maths.noise import Address, StepNoise, Stream
 from slipstream.models.batch import Span
 
@@ -48,15 +48,16 @@ class LevelGrower:
     Args:
         rule: "match", "ratio" or "block", whichever judges the drafts.
         tree: the shape of drafts; None drafts chains as long as the budget.
-        vocab_size: of the target.
+        vocabulary: what logits are over.
     """
 
-    def __init__(self, rule: str, tree: TreeConfig | None, vocab_size: int):
+    def __init__(self, rule: str, tree: TreeConfig | None, vocabulary: DraftVocabulary):
         assert rule in RULES, rule
         assert tree is None or rule != "block", "block verification needs chains"
         self.rule = rule
         self.tree = tree
-        self.width = 1 if tree is None else min(tree.topk, vocab_size)
+        self.vocabulary = vocabulary
+        self.width = 1 if tree is None else min(tree.topk, vocabulary.vocab_size)
         self.acceptance = Acceptance(self.width)
 
     def run(
@@ -75,13 +76,13 @@ class LevelGrower:
     def grow(
         self,
         runs: Seq[Run],
-        logits: Tensor,  # [len(runs), V], after the committed tokens
+        logits: Tensor,  # [len(runs), V_d], after the committed tokens
         follow: Callable[[Seq[Place], int], Tensor],
     ) -> None:
         """Grow every run's tree.
 
         Args:
-            follow: of the nodes to be continued and their level, the logits after each, [R, V].
+            follow: of the nodes to be continued and their level, the logits after each, [R, V_d].
                 The nodes of one run are neighbours.
         """
         places: list[Place] = [(run, -1) for run in runs]
@@ -105,11 +106,11 @@ class LevelGrower:
         rows = [Row.after(run.seq, run.growth.path_tokens(node)) for run, node in places]
         if self.rule == "match":
             noise = [Address(seq.key, Stream.TARGET, len(seq.tokens) + depth) for seq in seqs]
-            return coupled(logits, rows, noise, self.width)
+            return coupled(logits, self.vocabulary, rows, noise, self.width)
         fresh = StepNoise([seq.key for seq in seqs], [len(seq.tokens) for seq in seqs])
         every = torch.arange(len(seqs))
         noise = fresh.drafts(every, torch.full_like(every, depth))
-        return independent(logits, rows, noise, self.width)
+        return independent(self.vocabulary.widened(logits), rows, noise, self.width)
 
 
 def by_run(places: Seq[Place]) -> list[tuple[Run, list[int]]]:
@@ -139,11 +140,3 @@ def drafts_of(runs: Seq[Run], num_seqs: int) -> list[Draft]:
     for run in runs:
         drafts[run.index] = run.growth.draft(run.budget)
     return drafts
-
-
-def fitted(logits: Tensor, vocab_size: int) -> Tensor:
-    """Logits [R, any] over the target's vocabulary: [R, V]; what is not known is impossible."""
-    if logits.shape[1] == vocab_size:
-        return logits
-    logits = logits[:, :vocab_size]
-    return F.pad(logits, (0, vocab_size - logits.shape[1]), value=-torch.inf)

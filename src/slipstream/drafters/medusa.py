@@ -16,8 +16,9 @@ from slipstream.core.draft import Draft, Verdict
 from slipstream.core.sequence import Sequence
 from slipstream.core.speculative import TreeConfig
 from slipstream.core.target import TargetOutput
-from slipstream.drafters.levels import LevelGrower, Place, drafts_of, fitted
+from slipstream.drafters.levels import LevelGrower, Place, drafts_of
 from slipstream.drafters.tree_growth import Growth
+from slipstream.drafters.vocabulary import DraftVocabulary
 from slipstream.models.batch import rows_at
 from slipstream.models.heads import MedusaHead
 
@@ -54,7 +55,8 @@ class MedusaDrafter:
     ):
         self.head = head
         self.vocab_size = vocab_size
-        self._grower = LevelGrower(rule, tree, vocab_size)
+        vocabulary = DraftVocabulary(vocab_size, head.target_ids)
+        self._grower = LevelGrower(rule, tree, vocabulary)
         self._last: dict[int, _Last] = {}
 
     @torch.inference_mode()
@@ -73,8 +75,7 @@ class MedusaDrafter:
         if runs:
             states = torch.stack([self._last[run.seq.seq_id].state for run in runs])
             rows = {run.index: row for row, run in enumerate(runs)}
-            levels = self.head.logits(states, max(run.num_levels for run in runs))
-            logits = [fitted(level, self.vocab_size) for level in levels]
+            logits = self.head.logits(states, max(run.num_levels for run in runs))
 
             def follow(places: Seq[Place], depth: int) -> Tensor:
                 return rows_at(logits[depth + 1], [rows[run.index] for run, _ in places])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.controls import Row, controls
+from slipstream.drafters.vocabulary import DraftVocabulary
 from slipstream.maths import distributions
 from slipstream.maths.distributions import Controls, finishers
 from slipstream.maths.noise import Address, exponential_at
@@ -45,7 +46,8 @@ class Candidates:
 
 
 def coupled(
-    logits: Tensor,  # [R, V]
+    logits: Tensor,  # [R, V_d]
+    vocabulary: DraftVocabulary,
     rows: Seq[Row],
     addresses: Seq[Address],
     num_candidates: int,
@@ -58,8 +60,10 @@ def coupled(
     A candidate leads by what it is ahead: log q plus Gumbel noise, softmax over the candidates.
     """
     if all(row.is_argmax for row in rows):
-        tokens, ahead = _largest(logits, num_candidates)
+        columns, ahead = _largest(vocabulary.known(logits), num_candidates)
+        tokens = vocabulary.tokens(columns)
     else:
+        logits = vocabulary.widened(logits)
         tokens, ahead = _first_to_finish(logits, rows, addresses, num_candidates)
     return Candidates(
         tokens=tokens.tolist(),

@@ -45,6 +45,13 @@ def scale(x, factor: float):
     return reference.scale(x, factor)
 
 
+def pick(x, rows):
+    """Some rows [R] int64 of x [T, I] -> [R, I]; while recording, those that a run names."""
+    if isinstance(x, Symbol):
+        return x.value.recording.pick(x)
+    return x[rows]
+
+
 def rms_norm(x, weight, eps: float):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
     if isinstance(x, Symbol):
@@ -94,6 +101,7 @@ __all__ = [
     "gated_silu",
     "linear",
     "paged_attention",
+    "pick",
     "rms_norm",
     "rotary_angles",
     "rotate",

@@ -21,10 +21,11 @@ _GATES = {"gated_silu": 1, "gated_gelu": 2}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """A buffer [T, width] that one operation writes."""
+    """A buffer [T, width] that one operation writes; [R, width] from `pick` on."""
 
     recording: "Recording"
     width: int
+    is_picked: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +101,9 @@ class Recording:
         **settings: Any,
     ) -> Symbol:
         """Write an operation down; the symbol of its result."""
-        out = Symbol(Value(self, width), 0, width, heads)
+        is_picked = kind == "pick" or any(symbol.value.is_picked for symbol in inputs)
+        assert kind != "attend" or not is_picked, "attention is over all rows"
+        out = Symbol(Value(self, width, is_picked), 0, width, heads)
         self.operations.append(Operation(kind, inputs, out, settings))
         return out
 
@@ -140,14 +143,24 @@ class Recording:
             "attend", (q, k, v), q.width, q.heads, layer=layer, scale=scale, window=window or 0
         )
 
+    def pick(self, x: Symbol) -> Symbol:
+        """The rows that a run asks for; what is made of them has only these."""
+        assert not x.value.is_picked, "rows are picked once"
+        return self.emit("pick", (x,), x.width)
+
     # From the list to a program.
 
     def program(self, outputs: Sequence[Symbol]) -> Any:
         """The native program; the rows of `outputs` are what a run returns."""
-        self.outputs = list(outputs)
+        self.outputs = [self._alone(symbol, outputs[:i]) for i, symbol in enumerate(outputs)]
         self._join("gated", self._into_gate)
         self._join("add", self._onto_residual)
         return _Lowering(self).program
+
+    def _alone(self, symbol: Symbol, others: Sequence[Symbol]) -> Symbol:
+        """What fills memory of the caller's by itself: a whole value, not yet given out."""
+        is_shared = any(symbol.value is other.value for other in others)
+        return self.scale(symbol, 1.0) if is_shared or not symbol.is_whole else symbol
 
     def _join(self, kind: str, joined: Any) -> None:
         """Let operations of a kind absorb the linear layer before them where only they use it."""
@@ -193,7 +206,7 @@ class _Lowering:
     def __init__(self, recording: Recording):
         self.recording = recording
         self.program = native.load().Program()
-        self._free: dict[int, list[int]] = {}  # width -> buffers
+        self._free: dict[tuple[int, bool], list[int]] = {}  # width, is_picked -> buffers
         self._free_codes: dict[int, list[int]] = {}
         self._buffers: dict[Value, int] = {}
         self._codes: dict[Value, int] = {}
@@ -203,8 +216,8 @@ class _Lowering:
         for index, op in enumerate(recording.operations):
             self._lower(op)
             self._release(index)
-        for index, symbol in enumerate(recording.outputs):
-            self.program.output(self._view(symbol), symbol.width, index)
+        for symbol in recording.outputs:
+            self.program.output(self._buffers[symbol.value])
 
     def _last_uses(self) -> dict[Value, int]:
         last = {s.value: len(self.recording.operations) for s in self.recording.outputs}
@@ -236,7 +249,7 @@ class _Lowering:
     def _release(self, index: int) -> None:
         for value in [v for v, last in self._last_use.items() if last == index]:
             if value in self._buffers:
-                self._free.setdefault(value.width, []).append(self._buffers.pop(value))
+                self._free_like(value).append(self._buffers.pop(value))
             if value in self._codes:
                 self._free_codes.setdefault(value.width, []).append(self._codes.pop(value))
 
@@ -245,9 +258,14 @@ class _Lowering:
             return (-1, 0)
         return (self._buffers[symbol.value], symbol.offset)
 
+    def _free_like(self, value: Value) -> list[int]:
+        return self._free.setdefault((value.width, value.is_picked), [])
+
     def _new(self, value: Value) -> None:
-        free = self._free.setdefault(value.width, [])
-        self._buffers[value] = free.pop() if free else self.program.buffer(value.width)
+        free = self._free_like(value)
+        if not free:
+            free.append(self.program.buffer(value.width, value.is_picked))
+        self._buffers[value] = free.pop()
 
     def _new_codes(self, value: Value) -> int:
         free = self._free_codes.setdefault(value.width, [])
@@ -300,6 +318,10 @@ class _Lowering:
         layer, scale, window = (op.settings[name] for name in ("layer", "scale", "window"))
         heads = op.out.heads
         self.program.attend(layer, q, k, v, heads, scale, window, self._view(op.out), codes)
+
+    def _pick(self, op: Operation, codes: int) -> None:
+        (x,) = op.inputs
+        self.program.pick(self._view(x), x.width, self._view(op.out))
 
     def _gated(self, op: Operation, codes: int) -> None:
         (x,) = op.inputs

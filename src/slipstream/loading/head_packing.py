@@ -60,12 +60,9 @@ def _outside(head: Head) -> Iterator[tuple[nn.Module, str, Linear]]:
     """Layers that are not part of a recorded pass: whose they are, as what, and the layer."""
     if isinstance(head, Eagle3Head):
         yield head, "fc", head.fc
-        yield head, "lm_head", head.lm_head
-    elif head.lm_head is not None:
-        yield head, "lm_head", head.lm_head
-    elif isinstance(head, MTPHead) and head.shared_head.head is not None:
-        yield head.shared_head, "head", head.shared_head.head
     if isinstance(head, MedusaHead):
+        if head.lm_head is not None:
+            yield head, "lm_head", head.lm_head
         for parent in head.heads.modules():
             for name, module in parent.named_children():
                 if isinstance(module, Linear):

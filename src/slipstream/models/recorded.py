@@ -1,5 +1,6 @@
 """A model of packed weights, recorded once and run by the native program ever after."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -7,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels import AttentionPlan, Recording
+from slipstream import kernels
+from slipstream.kernels import AttentionPlan, Recording, Symbol
 from slipstream.kv.cache import KVCache
 from slipstream.models.batch import Batch
 from slipstream.models.layers import CausalLM
@@ -33,31 +35,59 @@ class RecordedModel:
         self.taps = list(taps)
         body = Recording()
         hidden, tapped = model(body, body, body.attend, taps)
-        self._body = body.program([hidden, *(tapped[layer] for layer in self.taps)])
-        head = Recording()
-        rows: Any = head.rows(self.config.hidden_size)
-        logits: Any = model.logits(rows)
-        self._head = head.program([logits])
+        logits: Any = model.logits(kernels.pick(hidden, body))
+        self._program = body.program([hidden, *(tapped[layer] for layer in self.taps), logits])
 
-    def forward(self, batch: Batch, cache: KVCache) -> tuple[Tensor, dict[int, Tensor]]:
-        """Final hidden states and taps, each [T, hidden]; writes the batch's K/V."""
-        outputs = [
-            torch.empty(len(batch.ids), self.config.hidden_size) for _ in range(1 + len(self.taps))
-        ]
-        run_on_pages(self._body, batch, cache, None, outputs)
-        return outputs[0], dict(zip(self.taps, outputs[1:], strict=True))
+    def forward(self, batch: Batch, cache: KVCache) -> tuple[Tensor, dict[int, Tensor], Tensor]:
+        """Final hidden states and taps, each [T, hidden], and logits [R, V] of `logit_rows`.
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, V]."""
-        out = torch.empty(len(hidden), self.config.vocab_size)
-        run_on_rows(self._head, hidden, out)
+        Writes the batch's K/V.
+        """
+        width = self.config.hidden_size
+        kept = [torch.empty(len(batch.ids), width) for _ in range(1 + len(self.taps))]
+        logits = torch.empty(len(batch.logit_rows), self.config.vocab_size)
+        run_on_pages(self._program, batch, cache, None, [*kept, logits])
+        return kept[0], dict(zip(self.taps, kept[1:], strict=True)), logits
+
+
+class RecordedRows:
+    """A function of rows, each by itself, as a native program: [R, width] -> [R, out_width].
+
+    Args:
+        function: made of the operations of `kernels`. Given a symbol it is written down as part of
+            what is being recorded.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], width: int, out_width: int):
+        self._function = function
+        self._out_width = out_width
+        recording = Recording()
+        self._program = recording.program([function(recording.rows(width))])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if isinstance(x, Symbol):
+            return self._function(x)
+        out = torch.empty(len(x), self._out_width)
+        self._program.run(
+            rows=len(x),
+            ids=None,
+            positions=None,
+            slots=None,
+            spans=_NO_SPANS,
+            tables=_NOTHING,
+            ancestors=_NO_MASK,
+            pool=_NOTHING,
+            pool_kind=0,
+            hidden=x.contiguous(),
+            outputs=[out],
+        )
         return out
 
 
 def run_on_pages(
     program: Any, batch: Batch, cache: KVCache, rows: Tensor | None, outputs: Seq[Tensor]
 ) -> None:
-    """Run a native program that attends; writes the batch's K/V and the outputs [T, ...].
+    """Run a native program that attends; writes the batch's K/V and the outputs [T or R, ...].
 
     Args:
         rows: what the program loads, [T, ...] float32.
@@ -75,23 +105,7 @@ def run_on_pages(
         pool_kind=_KINDS[cache.pool.dtype],
         hidden=rows,
         outputs=list(outputs),
-    )
-
-
-def run_on_rows(program: Any, rows: Tensor, out: Tensor) -> None:
-    """Run a native program that maps rows [R, ...] float32 to rows, each by itself."""
-    program.run(
-        rows=len(rows),
-        ids=None,
-        positions=None,
-        slots=None,
-        spans=_NO_SPANS,
-        tables=_NOTHING,
-        ancestors=_NO_MASK,
-        pool=_NOTHING,
-        pool_kind=0,
-        hidden=rows,
-        outputs=[out],
+        picked=batch.logit_rows,
     )
 
 

@@ -35,11 +35,8 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: Batch) -> TargetOutput:
         """Compute every packed token; logits only where something can be sampled."""
-
         if self._recorded is not None:
-            hidden, taps = self._recorded.forward(batch, self.cache)
-            is_all = len(batch.logit_rows) == len(hidden)
-            logits = self._recorded.logits(hidden if is_all else hidden[batch.logit_rows])
+            hidden, taps, logits = self._recorded.forward(batch, self.cache)
         else:
             attend = attend_pages(self.cache, batch)
             hidden, taps = self.model(batch.ids, batch.positions, attend, self.taps)

@@ -9,6 +9,7 @@ from slipstream.core.controls import Row
 from slipstream.core.params import SamplingParams
 from slipstream.drafters import sampling
 from slipstream.drafters.sampling import Candidates, coupled
+from slipstream.drafters.vocabulary import DraftVocabulary
 from slipstream.maths.noise import Address, Key, Stream
 
 NAN, INF = math.nan, math.inf
@@ -17,7 +18,8 @@ NAN, INF = math.nan, math.inf
 def greedy(logits: list[list[float]], count: int, **setting) -> Candidates:
     row = Row(SamplingParams(temperature=0.0, **setting), [1, 2], 1)
     noise = [Address(Key(3), Stream.TARGET, 2)] * len(logits)
-    return coupled(torch.tensor(logits), [row] * len(logits), noise, count)
+    vocabulary = DraftVocabulary(len(logits[0]))
+    return coupled(torch.tensor(logits), vocabulary, [row] * len(logits), noise, count)
 
 
 @pytest.mark.parametrize("few", [0, 16], ids=["topk", "in turn"])
@@ -57,5 +59,32 @@ def test_no_token_is_a_candidate_twice():
 def test_logits_are_left_as_they_are():
     logits = torch.tensor([[0.0, 3.0, 1.0]])
     row = Row(SamplingParams(temperature=0.0), [1], 1)
-    coupled(logits, [row], [Address(Key(3), Stream.TARGET, 1)], 2)
+    coupled(logits, DraftVocabulary(3), [row], [Address(Key(3), Stream.TARGET, 1)], 2)
     assert logits.tolist() == [[0.0, 3.0, 1.0]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_smaller_vocabulary_drafts_what_the_whole_one_would(temperature):
+    """As if the columns stood where their tokens do, and nothing else could be drawn."""
+    ids = torch.tensor([2, 3, 5, 11])
+    logits = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
+    rows = [Row(SamplingParams(temperature=temperature), [1], 1)] * 6
+    noise = [Address(Key(3), Stream.TARGET, place) for place in range(6)]
+    reduced = DraftVocabulary(13, ids)
+    found = coupled(logits, reduced, rows, noise, 3)
+    whole = torch.full((6, 13), -INF)
+    whole[:, ids] = logits
+    assert torch.equal(reduced.widened(logits), whole)
+    assert found == coupled(whole, DraftVocabulary(13), rows, noise, 3)
+
+
+def test_padding_is_never_drafted():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 9.0]])
+    found = coupled(
+        logits, DraftVocabulary(3), [Row(SamplingParams(temperature=0.0), [1], 1)], [], 2
+    )
+    assert found.tokens == [[1, 2]]
+
+
+def test_tokens_a_draft_model_does_not_know_are_impossible():
+    assert DraftVocabulary(4).widened(torch.zeros(1, 2)).tolist() == [[0.0, 0.0, -INF, -INF]]

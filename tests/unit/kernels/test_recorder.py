@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from packing import random_weight, run
+from packing import random_weight, run, run_into
 from slipstream import kernels, native
 from slipstream.kernels import PackedWeight, Recording, Symbol
 from slipstream.kernels.packed import GROUP, Format
@@ -221,6 +221,54 @@ def test_a_run_of_fewer_rows_after_one_of_more() -> None:
     for count in (3, 40, 1, 17):
         (part,) = run(program, x[:count], [graph.widths[-1]])
         assert torch.equal(part, whole[:count])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_picked_rows_are_what_all_rows_would_be(isa: str, seed: int) -> None:
+    """Bit for bit, in any order and more than once; buffers of both kinds are used in turn."""
+    before, after = random_graph(seed), random_graph(seed + 100)
+    last = len(before.widths) - 1
+    join = random_weight([Format.Q8_0], [after.widths[0]], 64, seed=seed)
+    into = random_weight([Format.Q4_0], [64], before.widths[last] // 32 * 32 or 32, seed=seed)
+
+    def record(*, picks: bool) -> tuple[Any, list[int]]:
+        recording = Recording()
+        values: list[Any] = [recording.rows(before.widths[0])]
+        for step in before.steps:
+            values.append(step.apply(*(values[i] for i in step.inputs)))
+        whole = next(v for v in reversed(values) if v.is_whole and v.width == into.shape[1])
+        x = kernels.linear(whole, into)
+        x = kernels.linear(kernels.pick(x, recording) if picks else x, join)
+        later: list[Any] = [x]
+        for step in after.steps:
+            later.append(step.apply(*(later[i] for i in step.inputs)))
+        outputs = [later[-1], later[0], whole]
+        return recording.program(outputs), [out.width for out in outputs]
+
+    if not any(width == into.shape[1] for width in before.widths):
+        pytest.skip("nothing to join")
+    x = floats(7, before.widths[0])
+    program, widths = record(picks=False)
+    expected = run(program, x, widths)
+    program, widths = record(picks=True)
+    for rows in ([6, 0, 6], [3], [], list(range(7))):
+        found = [torch.empty(len(rows) if i < 2 else 7, width) for i, width in enumerate(widths)]
+        run_into(program, x, found, torch.tensor(rows, dtype=torch.int64))
+        assert torch.equal(found[0], expected[0][rows])
+        assert torch.equal(found[1], expected[1][rows])
+        assert torch.equal(found[2], expected[2])
+
+
+def test_a_run_is_told_what_is_wrong() -> None:
+    recording = Recording()
+    x: Any = recording.rows(32)
+    program = recording.program([kernels.pick(x, recording)])
+    rows = floats(3, 32)
+    for picked, shape in (([3], (1, 32)), ([-1], (1, 32)), ([0], (2, 32)), ([0], (1, 31))):
+        with pytest.raises(ValueError, match=r"row|width"):
+            run_into(program, rows, [torch.empty(shape)], torch.tensor(picked))
+    with pytest.raises(ValueError, match="as many outputs"):
+        run_into(program, rows, [], torch.tensor([0]))
 
 
 @pytest.mark.parametrize("width", [16, 20, 31, 32, 576])

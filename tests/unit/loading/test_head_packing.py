@@ -53,22 +53,26 @@ def test_a_recorded_pass_is_the_plain_one(target, kind):
         head.config, num_blocks=4, block_size=4, dtype=torch.float32, device="cpu"
     )
     runner = HeadRunner(head, cache)
-    out = []
+    out, logits = [], []
     for start, stop in ((0, 4), (4, 6)):
-        span = Span(0, start, IDS[start:stop], range(start, stop), 1)
-        out.append(runner.forward(lay_out([span], blocks, "cpu"), features[start:stop]))
+        span = Span(0, start, IDS[start:stop], range(start, stop), 2)
+        kept = runner.forward(lay_out([span], blocks, "cpu"), features[start:stop])
+        out.append(kept[0])
+        logits.append(kept[1])
+    expected = expected[[2, 3, 4, 5]]  # the last two of each
     assert expected.std() > 0.5
     # Activations are rounded to 8 bits; a sum in another order may round one the other way.
-    assert (torch.cat(out) - expected).abs().max() < 0.05 * expected.abs().max()
+    for found, wanted in ((out, expected), (logits, head.logits(expected))):
+        assert (torch.cat(found) - wanted).abs().max() < 0.05 * wanted.abs().max()
 
 
 def test_a_linear_layer_by_itself(target):
     head = heads.eagle3(target)
     pack_head(head)
-    assert isinstance(head.lm_head, NativeLinear)
-    rows = torch.randn(3, 64, generator=torch.Generator().manual_seed(5))
-    expected = linear(rows, head.lm_head.weight)
-    torch.testing.assert_close(head.lm_head(rows), expected, atol=1e-4, rtol=1e-4)
+    assert isinstance(head.fc, NativeLinear)
+    rows = torch.randn(3, 192, generator=torch.Generator().manual_seed(5))
+    expected = linear(rows, head.fc.weight)
+    torch.testing.assert_close(head.fc(rows), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_packed_numbers_are_the_weights(target):

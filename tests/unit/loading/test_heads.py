@@ -262,9 +262,7 @@ def test_a_draft_vocabulary_borrows_rows_of_the_targets_output_head(tmp_path, ta
         found, final = again.logits(states, 2)[1], again.heads[1](states)
     else:
         found, final = again.logits(states), again.final(states)
-    assert found.shape == (3, 32)
-    torch.testing.assert_close(found[:, ids], target.logits(final)[:, ids])
-    assert bool((found[:, ~T2D] == -torch.inf).all())
+    torch.testing.assert_close(found, target.logits(final)[:, ids])
 
 
 def test_a_tied_eagle3_head_must_say_what_it_drafts(tmp_path, target):

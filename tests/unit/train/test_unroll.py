@@ -43,7 +43,7 @@ def test_every_place_begins_a_chain_of_its_own(target, method):
             for place in range(len(text) - 1 - step):
                 path = text[place + 2 : place + 2 + step]
                 expected = heads.head_logits(head, target, text[: place + 2], path)
-                found = head.logits(features[0, offset + place].unsqueeze(0))
+                found = heads.logits_of(head, features[0, offset + place].unsqueeze(0))
                 torch.testing.assert_close(found, expected, msg=f"step {step}, place {place}")
 
 

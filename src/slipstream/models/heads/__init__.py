@@ -9,7 +9,8 @@ logits of token i + 2. They have
     read(target) -> [T, F]                        what it wants of a target pass
     fuse([T, F]) -> [T, hidden]                   features from that
     head(ids, features, positions, attend)        the next features [T, hidden] of T pairs
-    logits([R, hidden]) -> [R, V]                 float32 or wider
+    logits([R, hidden]) -> [R, V_d]               float32 or wider
+    target_ids                                    which token each of V_d is, [V_d]; None is all
 
 One head, one file; names of attributes are those of the head's public checkpoints.
 """

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from slipstream import kernels
 from slipstream.models.layers import CausalLM, Linear, projection
-from slipstream.models.recorded import RecordedModel
+from slipstream.models.recorded import RecordedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +28,11 @@ class Borrowed:
     @classmethod
     def of(cls, target: CausalLM) -> "Borrowed":
         """What a target lends; its head runs natively where the target does."""
-        logits = RecordedModel(target).logits if target.is_packed else target.logits
-        return cls(target.model.embed_tokens, logits, target.config.vocab_size)
+        config = target.config
+        logits: Callable[[Tensor], Tensor] = target.logits
+        if target.is_packed:
+            logits = RecordedRows(target.logits, config.hidden_size, config.vocab_size)
+        return cls(target.model.embed_tokens, logits, config.vocab_size)
 
 
 def fused(layer: Linear, *inputs: Tensor) -> Tensor:
@@ -55,19 +57,6 @@ def draft_head(hidden_size: int, target_ids: Tensor | None) -> Linear | None:
 def widened(logits: Tensor) -> Tensor:
     """Logits in float32, or wider where they are."""
     return logits if logits.dtype.itemsize == 8 else logits.float()
-
-
-def over_vocabulary(logits: Tensor, target_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Logits of draft tokens, [R, V_d], as [R, V]: other tokens are impossible.
-
-    Args:
-        target_ids: which token each draft token is, [V_d]; None where V_d is V.
-    """
-    if target_ids is None:
-        return logits
-    out = logits.new_full((len(logits), vocab_size), -torch.inf)
-    out[:, target_ids] = logits
-    return out
 
 
 def packed_weights(head: nn.Module) -> list[kernels.PackedWeight]:

@@ -12,7 +12,7 @@ from slipstream import kernels
 from slipstream.core.config import ModelConfig
 from slipstream.core.target import TargetOutput
 from slipstream.kernels import Angles
-from slipstream.models.heads.base import Borrowed, fused, over_vocabulary, widened
+from slipstream.models.heads.base import Borrowed, fused, widened
 from slipstream.models.layers import (
     MLP,
     Attend,
@@ -126,10 +126,6 @@ class Eagle3Head(nn.Module):
         """What the output head reads of features, [R, hidden]."""
         return self.norm(features)
 
-    def draft_logits(self, features: Tensor) -> Tensor:
-        """[R, hidden] -> [R, V_d]."""
-        return widened(self.lm_head(self.final(features)))
-
     def logits(self, features: Tensor) -> Tensor:
-        reduced = self.draft_logits(features)
-        return over_vocabulary(reduced, self.target_ids, self.borrowed.vocab_size)
+        """[R, hidden] -> [R, V_d], float32 or wider."""
+        return widened(self.lm_head(self.final(features)))

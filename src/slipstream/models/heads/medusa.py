@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.models.heads.base import Borrowed, draft_head, over_vocabulary, widened
+from slipstream.models.heads.base import Borrowed, draft_head, widened
 from slipstream.models.layers import projection
 
 
@@ -60,9 +60,8 @@ class MedusaHead(nn.Module):
         self.register_buffer("target_ids", target_ids)
 
     def logits(self, features: Tensor, num_heads: int) -> Tensor:
-        """Logits of the first heads: [R, hidden] -> [num_heads, R, V], float32 or wider."""
+        """Logits of the first heads: [R, hidden] -> [num_heads, R, V_d], float32 or wider."""
         out = torch.cat([head(features) for head in self.heads[:num_heads]])
         # Tied, all of them read the same matrix, and together they read it once.
-        reduced = (self.lm_head or self.borrowed.logits)(out) if self.is_tied else out
-        whole = over_vocabulary(widened(reduced), self.target_ids, self.borrowed.vocab_size)
-        return whole.unflatten(0, (num_heads, -1))
+        logits = (self.lm_head or self.borrowed.logits)(out) if self.is_tied else out
+        return widened(logits).unflatten(0, (num_heads, -1))

@@ -14,7 +14,6 @@ from slipstream.models.heads.base import (
     Borrowed,
     draft_head,
     fused,
-    over_vocabulary,
     widened,
 )
 from slipstream.models.layers import (
@@ -93,11 +92,7 @@ class MTPHead(nn.Module):
         """What the output head reads of features, [R, hidden]."""
         return self.shared_head.norm(features)
 
-    def draft_logits(self, features: Tensor) -> Tensor:
-        """[R, hidden] -> [R, V_d]."""
+    def logits(self, features: Tensor) -> Tensor:
+        """[R, hidden] -> [R, V_d], float32 or wider."""
         head = self.lm_head or self.shared_head.head or self.borrowed.logits
         return widened(head(self.final(features)))
-
-    def logits(self, features: Tensor) -> Tensor:
-        reduced = self.draft_logits(features)
-        return over_vocabulary(reduced, self.target_ids, self.borrowed.vocab_size)

@@ -1,4 +1,4 @@
-"""Packed heads on the native kernels: the layer recorded as a whole, other matrices one by one."""
+"""Packed heads on the native kernels: a pass recorded as a whole, what is beside it by itself."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from slipstream.models.heads.base import packed_weights
 from slipstream.models.heads.eagle import EagleHead
 from slipstream.models.heads.eagle3 import Eagle3Head
 from slipstream.models.heads.mtp import MTPHead
-from slipstream.models.recorded import run_on_pages, run_on_rows
+from slipstream.models.recorded import RecordedRows, run_on_pages
 from slipstream.models.runner import attend_pages
 
 
@@ -24,14 +24,11 @@ class NativeLinear(nn.Module):
         super().__init__()
         self.weight = weight
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        recording = Recording()
-        rows: Any = recording.rows(weight.shape[1])
-        self._program = recording.program([kernels.linear(rows, weight, self.bias)])
+        out_width, width = weight.shape
+        self._run = RecordedRows(lambda x: kernels.linear(x, weight, self.bias), width, out_width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = torch.empty(len(x), self.weight.shape[0])
-        run_on_rows(self._program, x.contiguous(), out)
-        return out
+        return self._run(x)
 
 
 class HeadRunner:
@@ -48,14 +45,28 @@ class HeadRunner:
         self._program: Any = None
         if packed_weights(head):
             body: Any = Recording()
-            after: Any = head(body, body.rows(head.config.hidden_size), body, body.attend)
-            self._program = body.program([after])
+            features = head(body, body.rows(head.config.hidden_size), body, body.attend)
+            outputs = self._kept(features, body)
+            self._widths = [symbol.width for symbol in outputs]
+            self._program = body.program(outputs)
 
-    def forward(self, batch: Batch, features: Tensor) -> Tensor:
-        """The next features [T, hidden] of T packed pairs; writes the batch's K/V."""
+    def forward(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+        """One pass over T packed pairs; writes the batch's K/V.
+
+        Args:
+            features: of the pairs, [T, hidden].
+
+        Returns:
+            The next features [R, hidden] and their logits [R, V_d], at `batch.logit_rows`.
+        """
         if self._program is None:
             attend = attend_pages(self.cache, batch)
-            return self.head(batch.ids, features, batch.positions, attend)
-        out = torch.empty_like(features)
-        run_on_pages(self._program, batch, self.cache, features, [out])
-        return out
+            after = self.head(batch.ids, features, batch.positions, attend)
+            return self._kept(after, batch.logit_rows)
+        kept, logits = (torch.empty(len(batch.logit_rows), width) for width in self._widths)
+        run_on_pages(self._program, batch, self.cache, features, [kept, logits])
+        return kept, logits
+
+    def _kept(self, features: Any, rows: Any) -> tuple[Any, Any]:
+        kept = kernels.pick(features, rows)
+        return kept, self.head.logits(kept)

@@ -191,51 +191,51 @@ struct PyProgram {
 using OptionalVector = std::optional<Array<const float, nb::ndim<1>>>;
 
 
-void run(PyProgram& self, int64_t rows, std::optional<Longs> ids, std::optional<Longs> positions,
-         std::optional<Longs> slots, Array<const int64_t, nb::shape<-1, 5>> spans, Longs tables,
-         Array<const uint8_t, nb::ndim<1>> ancestors, nb::ndarray<nb::device::cpu, nb::c_contig> pool, int pool_kind,
-         std::optional<Array<const float, nb::ndim<2>>> hidden, std::vector<Floats> outputs,
-         std::optional<Longs> picked) {
+using Integers = std::vector<int64_t>;  // from lists, which are converted faster than small tensors
+constexpr size_t kSpanFields = 5;       // first row, rows, computed, masked, where its table begins
+
+void run(PyProgram& self, int64_t rows, std::optional<Array<const float, nb::ndim<2>>> hidden, std::vector<Floats> outputs,
+         const Integers& ids, const Integers& positions, const Integers& slots, const Integers& spans,
+         const Integers& tables, std::optional<Array<const uint8_t, nb::ndim<1>>> ancestors,
+         std::optional<nb::ndarray<nb::device::cpu, nb::c_contig>> pool, int pool_kind, const Integers& picked) {
   Input input{};
   input.rows = rows;
-  const bool has_pool = pool.ndim() == 6;
-  const int64_t num_blocks = has_pool ? (int64_t)pool.shape(2) : 0, block_size = has_pool ? (int64_t)pool.shape(3) : 1;
-  auto within = [](const Longs& x, int64_t limit) {
-    return std::all_of(x.data(), x.data() + x.size(), [&](int64_t i) { return i >= 0 && i < limit; });
+  require(!pool || pool->ndim() == 6, "a pool has six dimensions");
+  const int64_t num_blocks = pool ? (int64_t)pool->shape(2) : 0, block_size = pool ? (int64_t)pool->shape(3) : 1;
+  auto within = [](const Integers& x, int64_t limit) {
+    return std::all_of(x.begin(), x.end(), [&](int64_t i) { return i >= 0 && i < limit; });
   };
-  auto checked = [&](const std::optional<Longs>& x, int64_t limit) {
-    require(!x || (int64_t)x->size() == rows, "as many ids, positions and slots as rows");
-    require(!x || within(*x, limit), "an id, position or slot is out of range");
-    return x ? x->data() : nullptr;
+  auto checked = [&](const Integers& x, int64_t limit, bool is_needed) {
+    require((int64_t)x.size() == rows || (x.empty() && !is_needed), "as many ids, positions and slots as rows");
+    require(within(x, limit), "an id, position or slot is out of range");
+    return x.data();
   };
-  input.ids = checked(ids, self.num_ids);
-  input.positions = checked(positions, INT64_MAX);
-  input.slots = checked(slots, num_blocks * block_size);
+  input.ids = checked(ids, self.num_ids, self.num_ids > 0);
+  input.positions = checked(positions, INT64_MAX, self.program.has_angles());
+  input.slots = checked(slots, num_blocks * block_size, self.program.has_attention());
   require(within(tables, num_blocks), "a table names a block that is not there");
-  if (picked) {
-    require(within(*picked, rows), "a picked row is not there");
-    input.picked = picked->data();
-    input.picked_rows = (int64_t)picked->size();
-  }
+  require(within(picked, rows), "a picked row is not there");
+  input.picked = picked.data();
+  input.picked_rows = (int64_t)picked.size();
   if (hidden) {
     require((int64_t)hidden->shape(0) == rows, "as many hidden states as rows");
     input.hidden = hidden->data();
   }
-  const uint8_t* seen = ancestors.data();
-  for (size_t i = 0; i < spans.shape(0); ++i) {
-    const int64_t* s = spans.data() + 5 * i;
+  const uint8_t *seen = ancestors ? ancestors->data() : nullptr, *end = ancestors ? seen + ancestors->size() : nullptr;
+  require(spans.size() % kSpanFields == 0, "a span has five fields");
+  for (const int64_t* s = spans.data(); s < spans.data() + spans.size(); s += kSpanFields) {
     require(s[0] >= 0 && s[1] > 0 && s[0] + s[1] <= rows, "a span lies outside the batch");
     const int64_t blocks = (s[2] + s[1] + block_size - 1) / block_size;
     require(s[2] >= 0 && s[3] >= 0 && s[4] >= 0, "a span begins below zero");
     require(s[4] + blocks <= (int64_t)tables.size(), "a table is shorter than its sequence");
+    require(s[3] <= (end - seen) / s[1], "too few ancestors");
     input.spans.push_back({s[0], s[1], s[2], s[3], seen, tables.data() + s[4]});
     seen += s[1] * s[3];
   }
-  require(seen <= ancestors.data() + ancestors.size(), "too few ancestors");
-  if (has_pool) {
-    input.pages = {nullptr, nullptr, (Narrow)pool_kind, block_size, (int64_t)pool.shape(4), (int64_t)pool.shape(5)};
-    input.layer_bytes = (int64_t)(pool.nbytes() / pool.shape(0) / 2);
-    input.pool = (uint8_t*)pool.data();
+  if (pool) {
+    input.pages = {nullptr, nullptr, (Narrow)pool_kind, block_size, (int64_t)pool->shape(4), (int64_t)pool->shape(5)};
+    input.layer_bytes = (int64_t)(pool->nbytes() / pool->shape(0) / 2);
+    input.pool = (uint8_t*)pool->data();
   }
   std::vector<float*> to;
   require(outputs.size() == self.program.num_outputs(), "as many outputs as the program has");
@@ -317,7 +317,8 @@ NB_MODULE(_native, m) {
         p.program.pick(view(in), width, view(out));
       })
       .def("output", [](PyProgram& p, int buffer) { p.program.output(buffer); })
-      .def("run", &run, nb::arg("rows"), nb::arg("ids").none(), nb::arg("positions").none(), nb::arg("slots").none(),
-           nb::arg("spans"), nb::arg("tables"), nb::arg("ancestors"), nb::arg("pool"), nb::arg("pool_kind"),
-           nb::arg("hidden").none(), nb::arg("outputs"), nb::arg("picked").none() = nb::none());
+      .def("run", &run, nb::arg("rows"), nb::arg("hidden").none(), nb::arg("outputs"), nb::arg("ids") = Integers(),
+           nb::arg("positions") = Integers(), nb::arg("slots") = Integers(), nb::arg("spans") = Integers(),
+           nb::arg("tables") = Integers(), nb::arg("ancestors").none() = nb::none(), nb::arg("pool").none() = nb::none(),
+           nb::arg("pool_kind") = 0, nb::arg("picked") = Integers());
 }

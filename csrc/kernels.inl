@@ -40,7 +40,7 @@ struct PackedReader {
     codes = p;
     p += L::group_bytes;
     // Far enough ahead for memory, near enough to stay in the first cache.
-    for (int i = 0; i < L::group_bytes; i += 64) __builtin_prefetch(p + 8 * L::group_bytes + i);
+    for (int i = 0; i < L::group_bytes; i += 64) __builtin_prefetch(p + 16 * L::group_bytes + i);
   }
   // Codes of quads 2 c and 2 c + 1.
   void pair(int c, Bytes& first, Bytes& second) const {

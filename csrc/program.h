@@ -72,6 +72,8 @@ class Program {
 
   int64_t output_rows(size_t index, const Input& input) const { return rows_of(outputs_[index], input); }
   int64_t output_width(size_t index) const { return widths_[outputs_[index]]; }
+  bool has_angles() const { return !angle_frequencies_.empty(); }
+  bool has_attention() const { return num_heads_ > 0; }
   size_t num_outputs() const { return outputs_.size(); }
 
   // Run on so many rows; outputs in the order they were declared.

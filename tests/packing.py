@@ -34,8 +34,6 @@ _K_BLOCKS = {
     Format.Q6_K: (210, 208, 1 / 1400, None),
 }
 
-NO_SPANS = np.empty((0, 5), np.int64)
-NO_TABLES = np.empty(0, np.int64)
 NO_MASKS = np.empty(0, np.uint8)
 
 
@@ -99,21 +97,14 @@ def run(program: Any, hidden: Tensor, widths: Sequence[int]) -> list[Tensor]:
 
 
 def run_into(
-    program: Any, hidden: Tensor, outputs: Sequence[Tensor], picked: Tensor | None = None
+    program: Any, hidden: Tensor, outputs: Sequence[Tensor], picked: Sequence[int] = ()
 ) -> None:
     """The same, with the rows that `pick` keeps."""
     program.run(
         rows=len(hidden),
-        ids=None,
-        positions=torch.arange(len(hidden)),
-        slots=None,
-        spans=NO_SPANS,
-        tables=NO_TABLES,
-        ancestors=NO_MASKS,
-        pool=NO_TABLES,
-        pool_kind=0,
         hidden=hidden,
         outputs=list(outputs),
+        positions=list(range(len(hidden))),
         picked=picked,
     )
 

@@ -99,7 +99,7 @@ class Pages:
             num_computed=[case.num_computed for case in cases],
             num_pending=[case.num_pending for case in cases],
             tables=self.tables,
-            positions=torch.tensor([p for case in cases for p in case.positions]),
+            positions=[p for case in cases for p in case.positions],
             ancestors=[case.ancestors for case in cases],
         )
 

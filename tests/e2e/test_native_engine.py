@@ -109,7 +109,7 @@ def test_taps_are_the_residual_stream(model_type: str) -> None:
     plain = runner_and_batch(model, TOKENS)[0].forward(batch)
     assert torch.equal(out.logits, plain.logits)
     assert list(out.taps) == [0, 2]
-    embedded = model.model.embed_tokens.weight[batch.ids]
+    embedded = model.model.embed_tokens.weight[torch.tensor(batch.ids)]
     if model_type == "gemma3":
         embedded = embedded * 8  # sqrt(64)
     assert torch.equal(out.taps[0], embedded)

@@ -88,8 +88,9 @@ class AttentionPlan:
     Args:
         num_computed, num_pending: per sequence, keys before its queries, and queries.
         tables: per sequence, its blocks.
-        positions: [T] absolute positions of the queries.
+        positions: absolute positions of the T queries.
         ancestors: per sequence [n, m] bool as `AttentionGroup` has it, None for a chain.
+        device: where its tensors are made.
     """
 
     def __init__(
@@ -98,14 +99,16 @@ class AttentionPlan:
         num_computed: Sequence[int],
         num_pending: Sequence[int],
         tables: Sequence[Sequence[int]],
-        positions: Tensor,
+        positions: Sequence[int],
         ancestors: Sequence[Tensor | None],
+        device: torch.device | str = "cpu",
     ):
         self.num_computed = num_computed
         self.num_pending = num_pending
         self.tables = tables
         self.positions = positions
         self.ancestors = ancestors
+        self._device = device
         self._groups: list[AttentionGroup] | None = None
 
     @property
@@ -121,7 +124,8 @@ class AttentionPlan:
         return list(accumulate(self.num_pending, initial=0))[:-1]
 
     def _stacked(self) -> list[AttentionGroup]:
-        device = self.positions.device
+        device = self._device
+        positions = torch.tensor(self.positions, dtype=torch.int64, device=device)
         members: dict[tuple[int, int], list[int]] = {}
         for seq, count in enumerate(self.num_pending):
             mask = self.ancestors[seq]
@@ -142,7 +146,7 @@ class AttentionPlan:
                         [self.num_computed[seq] for seq in seqs], device=device
                     ),
                     max_keys=max(self.num_computed[seq] for seq in seqs) + count,
-                    positions=self.positions[rows],
+                    positions=positions[rows],
                     ancestors=torch.stack(trees).to(device) if num_masked else None,
                 )
             )

@@ -1,4 +1,4 @@
-"""Laying out several sequences' tokens as the tensors of one forward pass over paged K/V.
+"""Laying out several sequences' tokens for one forward pass over paged K/V.
 
 Sequences lie one after another. Of each, key index and position are the same up to where a tree
 begins; its nodes take consecutive key slots but depth-aligned positions, so that the K/V of an
@@ -42,27 +42,33 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Everything a pass needs, on the model's device.
+    """Everything a pass needs.
 
     Attributes:
-        ids, positions, slots: of T packed tokens, int64.
+        ids, positions, slots: of T packed tokens.
         attention: who sees what.
-        logit_rows: packed tokens after which something can be sampled. [R]
+        logit_rows: packed tokens after which something can be sampled, R of them.
         first_rows: per sequence, its first row in the logits; None if it has none.
         first_tokens: per sequence, where it begins in the packed tokens.
+        device: of the model.
     """
 
-    ids: Tensor
-    positions: Tensor
-    slots: Tensor
+    ids: list[int]
+    positions: list[int]
+    slots: list[int]
     attention: AttentionPlan
-    logit_rows: Tensor
+    logit_rows: list[int]
     first_rows: list[int | None]
     first_tokens: list[int]
+    device: torch.device | str
+
+    def tensor(self, numbers: list[int]) -> Tensor:
+        """Ids, positions, slots or rows as [T] or [R] int64 on the device."""
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
 
 def lay_out(spans: Seq[Span], blocks: BlockManager, device: torch.device | str) -> Batch:
-    """Make a batch of spans whose slots are reserved. Tensors are built once and moved once."""
+    """Make a batch of spans whose slots are reserved."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -78,21 +84,22 @@ def lay_out(spans: Seq[Span], blocks: BlockManager, device: torch.device | str) 
         first_rows.append(len(logit_rows) if span.num_logits else None)
         logit_rows += range(len(ids) - span.num_logits, len(ids))
 
-    places = torch.tensor([ids, positions, slots], dtype=torch.int64, device=device).unbind()
     return Batch(
-        ids=places[0],
-        positions=places[1],
-        slots=places[2],
+        ids=ids,
+        positions=positions,
+        slots=slots,
         attention=AttentionPlan(
             num_computed=[span.start for span in spans],
             num_pending=[len(span.tokens) for span in spans],
             tables=[blocks.table(span.seq_id) for span in spans],
-            positions=places[1],
+            positions=positions,
             ancestors=[span.ancestors for span in spans],
+            device=device,
         ),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        logit_rows=logit_rows,
         first_rows=first_rows,
         first_tokens=first_tokens,
+        device=device,
     )
 
 

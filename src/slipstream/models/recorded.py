@@ -15,9 +15,6 @@ from slipstream.models.batch import Batch
 from slipstream.models.layers import CausalLM
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_NOTHING = np.empty(0, np.int64)
-_NO_SPANS = np.empty((0, 5), np.int64)
-_NO_MASK = np.empty(0, np.uint8)
 
 
 class RecordedModel:
@@ -68,19 +65,7 @@ class RecordedRows:
         if isinstance(x, Symbol):
             return self._function(x)
         out = torch.empty(len(x), self._out_width)
-        self._program.run(
-            rows=len(x),
-            ids=None,
-            positions=None,
-            slots=None,
-            spans=_NO_SPANS,
-            tables=_NOTHING,
-            ancestors=_NO_MASK,
-            pool=_NOTHING,
-            pool_kind=0,
-            hidden=x.contiguous(),
-            outputs=[out],
-        )
+        self._program.run(rows=len(x), hidden=x.contiguous(), outputs=[out])
         return out
 
 
@@ -95,6 +80,8 @@ def run_on_pages(
     spans, tables, ancestors = _packed(batch.attention)
     program.run(
         rows=len(batch.ids),
+        hidden=rows,
+        outputs=list(outputs),
         ids=batch.ids,
         positions=batch.positions,
         slots=batch.slots,
@@ -103,15 +90,13 @@ def run_on_pages(
         ancestors=ancestors,
         pool=cache.pool,
         pool_kind=_KINDS[cache.pool.dtype],
-        hidden=rows,
-        outputs=list(outputs),
         picked=batch.logit_rows,
     )
 
 
-def _packed(plan: AttentionPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Spans [B, 5] as the native program wants them, all tables and all masks one after another."""
-    spans = []
+def _packed(plan: AttentionPlan) -> tuple[list[int], list[int], np.ndarray | None]:
+    """Spans, five numbers each, all tables and all masks, one after another."""
+    spans: list[int] = []
     tables: list[int] = []
     masks = []
     for first_row, count, computed, table, mask in zip(
@@ -123,9 +108,8 @@ def _packed(plan: AttentionPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         strict=True,
     ):
         num_masked = 0 if mask is None else mask.shape[1]
-        spans.append((first_row, count, computed, num_masked, len(tables)))
+        spans += (first_row, count, computed, num_masked, len(tables))
         tables += table
         if mask is not None:
             masks.append(mask.numpy().astype(np.uint8).ravel())
-    ancestors = np.concatenate(masks) if masks else _NO_MASK
-    return np.array(spans, np.int64), np.array(tables, np.int64), ancestors
+    return spans, tables, np.concatenate(masks) if masks else None

@@ -39,8 +39,10 @@ class ModelRunner:
             hidden, taps, logits = self._recorded.forward(batch, self.cache)
         else:
             attend = attend_pages(self.cache, batch)
-            hidden, taps = self.model(batch.ids, batch.positions, attend, self.taps)
-            logits = self.model.logits(hidden[batch.logit_rows])
+            hidden, taps = self.model(
+                batch.tensor(batch.ids), batch.tensor(batch.positions), attend, self.taps
+            )
+            logits = self.model.logits(hidden[batch.tensor(batch.logit_rows)])
         return TargetOutput(
             logits=logits,
             first_rows=batch.first_rows,
@@ -52,11 +54,12 @@ class ModelRunner:
 
 def attend_pages(cache: KVCache, batch: Batch) -> Attend:
     """Attention of a batch that writes its K/V to its pages and reads all it may see from them."""
+    slots = batch.tensor(batch.slots)
 
     def attend(
         layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
-        cache.write(layer, batch.slots, k, v)
+        cache.write(layer, slots, k, v)
         keys, values = cache.layer(layer)
         return kernels.paged_attention(q, keys, values, batch.attention, scale=scale, window=window)
 

@@ -79,7 +79,7 @@ def test_a_tree_level_by_level_equals_the_tree_at_once(
             num_computed=[n + level[0] for n in num_committed],
             num_pending=[len(level)] * 2,
             tables=pages.tables,
-            positions=torch.tensor([n + depth for n in num_committed for _ in level]),
+            positions=[n + depth for n in num_committed for _ in level],
             ancestors=[mask[level, : mask.shape[1] - len(BUSHY) + level[-1] + 1] for mask in masks],
         )
         packed = queries[:, level].flatten(0, 1)

@@ -77,7 +77,7 @@ class Attention:
         for share in shares:
             count = len(share.rows)
             num_masked = 0 if share.mask is None else share.mask.shape[1]
-            spans.append((num_rows, count, share.num_computed, num_masked, len(tables)))
+            spans += (num_rows, count, share.num_computed, num_masked, len(tables))
             num_rows += count
             for key in range(share.num_computed, share.num_computed + count):
                 block = share.table[key // self.block_size]
@@ -88,11 +88,9 @@ class Attention:
         out = torch.empty(num_rows, self.sizes[0])
         self.program.run(
             rows=num_rows,
-            ids=None,
-            positions=None,
-            slots=torch.tensor(slots),
-            spans=np.array(spans, np.int64),
-            tables=np.array(tables, np.int64),
+            slots=slots,
+            spans=spans,
+            tables=tables,
             ancestors=np.concatenate(masks),
             pool=self.pool,
             pool_kind=KINDS[self.pool.dtype],

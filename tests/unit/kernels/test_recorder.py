@@ -253,7 +253,7 @@ def test_picked_rows_are_what_all_rows_would_be(isa: str, seed: int) -> None:
     program, widths = record(picks=True)
     for rows in ([6, 0, 6], [3], [], list(range(7))):
         found = [torch.empty(len(rows) if i < 2 else 7, width) for i, width in enumerate(widths)]
-        run_into(program, x, found, torch.tensor(rows, dtype=torch.int64))
+        run_into(program, x, found, rows)
         assert torch.equal(found[0], expected[0][rows])
         assert torch.equal(found[1], expected[1][rows])
         assert torch.equal(found[2], expected[2])
@@ -266,9 +266,9 @@ def test_a_run_is_told_what_is_wrong() -> None:
     rows = floats(3, 32)
     for picked, shape in (([3], (1, 32)), ([-1], (1, 32)), ([0], (2, 32)), ([0], (1, 31))):
         with pytest.raises(ValueError, match=r"row|width"):
-            run_into(program, rows, [torch.empty(shape)], torch.tensor(picked))
+            run_into(program, rows, [torch.empty(shape)], picked)
     with pytest.raises(ValueError, match="as many outputs"):
-        run_into(program, rows, [], torch.tensor([0]))
+        run_into(program, rows, [], [0])
 
 
 @pytest.mark.parametrize("width", [16, 20, 31, 32, 576])
@@ -324,19 +324,7 @@ def test_embedding(isa: str, format: Format) -> None:
     program = recording.program([kernels.embed(recording, table)])
     ids = torch.tensor([36, 0, 5, 5, 17])
     out = torch.empty(5, 256)
-    program.run(
-        rows=5,
-        ids=ids,
-        positions=None,
-        slots=None,
-        spans=torch.empty(0, 5, dtype=torch.int64),
-        tables=ids[:0],
-        ancestors=torch.empty(0, dtype=torch.uint8),
-        pool=ids[:0],
-        pool_kind=0,
-        hidden=None,
-        outputs=[out],
-    )
+    program.run(rows=5, hidden=None, outputs=[out], ids=ids.tolist())
     assert torch.equal(out, table[ids])
 
 

@@ -61,8 +61,9 @@ class HeadRunner:
         """
         if self._program is None:
             attend = attend_pages(self.cache, batch)
-            after = self.head(batch.ids, features, batch.positions, attend)
-            return self._kept(after, batch.logit_rows)
+            ids, positions = batch.tensor(batch.ids), batch.tensor(batch.positions)
+            after = self.head(ids, features, positions, attend)
+            return self._kept(after, batch.tensor(batch.logit_rows))
         kept, logits = (torch.empty(len(batch.logit_rows), width) for width in self._widths)
         run_on_pages(self._program, batch, self.cache, features, [kept, logits])
         return kept, logits

@@ -153,7 +153,7 @@ class EagleDrafter:
             pages = self._pages.get(seq.seq_id)
             if pages is None or pages.num_known != seq.num_computed:
                 pages = self._begin(seq)
-            pages.waiting.append(states[rows])  # a copy: the pass itself is large
+            pages.waiting.append(rows_at(states, rows).clone())  # the pass itself is large
             pages.num_waiting += len(rows)
         # The rest of a prompt must not wait for its end, or the first draft would be late.
         self._take_in(in_chunks, {seq.seq_id for seq in in_chunks})

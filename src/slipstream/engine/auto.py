@@ -45,8 +45,9 @@ FIRST_COOL_DOWN, PROBE_SHARE = 4, 0.005
 PROBED_OF = 8
 # Drafting one level, in plain steps, before it was ever measured.
 DRAFT_GUESS = 0.1
-# A decision stands for so many steps while nothing is drafted, since nothing new is known then.
-STANDS_FOR = 8
+# A decision stands for a few steps: deciding costs a tenth of a small model's step, and one step
+# teaches little. Where nothing is drafted it teaches nothing.
+STANDS_FOR, DRAFTING_STANDS_FOR = 8, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class AutoController:
         lost_sec = draft_sec
         if num_rows > load.rows:
             tokens = sum(1 + len(verdict.path) for verdict in result.verdicts if verdict)
-            expected = float(self.costs.predict(num_rows, load.context, load.num_seqs))
+            expected = self.costs.sec(num_rows, load.context, load.num_seqs)
             # A pass over long prompts is known too badly to be compared with one of few rows less.
             is_known = load.rows <= self.costs.max_rows
             pass_sec = min(target_sec, LARGEST_SURPRISE * expected) if is_known else expected
@@ -162,8 +163,9 @@ class AutoController:
         ):
             if verdict is not None:
                 self._rates.observe(seq.seq_id, budget, draft, verdict)
-        if num_rows > load.rows:
-            self._standing = None
+        if num_rows > load.rows and self._standing is not None:
+            steps = min(self._standing.num_steps, DRAFTING_STANDS_FOR - 1)
+            self._standing.num_steps = steps
         if any(result.budgets) and num_rows == load.rows:
             self.reasons.correct("off: lookup found nothing")
         elif self._is_probe and num_rows > load.rows:
@@ -179,10 +181,10 @@ class AutoController:
         batch = sum(map(plan.reaches_end, range(len(plan.seqs))))
         rows, num_seqs = sum(plan.num_tokens), len(plan.seqs)
         context = sum(seq.num_computed for seq in plan.seqs)
-        plain_sec, decode_sec = self.costs.predict([rows, max(batch, 1)], context, num_seqs)
-        return Load(
-            batch, rows, context, num_seqs, float(plain_sec), float(decode_sec) / max(batch, 1)
+        plain_sec, decode_sec = (
+            self.costs.sec(count, context, num_seqs) for count in (rows, max(batch, 1))
         )
+        return Load(batch, rows, context, num_seqs, plain_sec, decode_sec / max(batch, 1))
 
     def _standing_sizes(self, plan: Plan, seqs: Seq[Sequence]) -> NDArray[np.int64] | None:
         """The last decision, where it stands for this plan."""
@@ -193,18 +195,23 @@ class AutoController:
             return None
         if standing.seq_ids != [seq.seq_id for seq in seqs]:
             return None
+        if standing.sizes.any() and not self._can_afford(0.0, self._load(plan)):
+            return None
         standing.num_steps -= 1
         self._steps_to_probe = max(self._steps_to_probe - 1, 0)
         self.reasons.give(standing.kind, standing.words)
-        return np.minimum(standing.sizes, [max(seq.room - 1, 0) for seq in seqs])
+        return np.minimum(standing.sizes, self._most(seqs))
+
+    def _most(self, seqs: Seq[Sequence]) -> NDArray[np.int64]:
+        """The largest drafts that sequences have room for and want."""
+        rooms = [min(seq.params.draft_limit(self.max_tokens), seq.room - 1) for seq in seqs]
+        return np.maximum(rooms, 0)
 
     def _sizes(self, load: Load, seqs: Seq[Sequence]) -> NDArray[np.int64]:
         """Choose sizes for the sequences that get a token, and say why."""
         nothing = np.zeros(len(seqs), dtype=np.int64)
-        room = np.array(
-            [min(seq.params.draft_limit(self.max_tokens), seq.room - 1) for seq in seqs]
-        )
-        if room.max() <= 0:
+        room = self._most(seqs)
+        if room.max() == 0:
             self.reasons.give("off: no sequence can have a draft")
             return nothing
         if load.rows == load.batch and not self.costs.is_fresh(load.batch, PLAIN_MAX_AGE):
@@ -309,7 +316,7 @@ class AutoController:
     def _probe_sec(self, load: Load) -> float:
         """What a probe costs if it fails."""
         probed = max(load.batch // PROBED_OF, 1)
-        sec = float(self.costs.predict(load.rows + probed, load.context, load.num_seqs))
+        sec = self.costs.sec(load.rows + probed, load.context, load.num_seqs)
         draft = float(self._draft_costs.predict(probed, 1, DRAFT_GUESS * load.plain_sec))
         return sec - load.plain_sec + draft + self._draft_costs.restart_sec
 

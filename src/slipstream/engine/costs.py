@@ -11,7 +11,9 @@ slows all steps alike goes into `speed`, quickly; what is peculiar to a number o
 No clock is read here: seconds come from whoever measured them.
 """
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -66,14 +68,14 @@ class CostModel:
         sec.append(sec[-1] + per_row * (STRETCH - 1) * rows[-1])
         rows.append(STRETCH * rows[-1])
         self.max_rows = rows[-1]
-        self._rows = np.array(rows, dtype=np.float64)
-        self._base: Floats = np.array(sec)
+        self._rows = rows
+        self._base = sec
         self._speed = 1.0
-        self._offset = np.ones(len(rows))
-        self._num_seen = np.zeros(len(rows), dtype=np.int64)
-        self._last_seen = np.zeros(len(rows), dtype=np.int64)
+        self._offset = [1.0] * len(rows)
+        self._num_seen = [0] * len(rows)
+        self._last_seen = [0] * len(rows)
         self._num_steps = 0
-        self._known = self._base  # with offsets, made anew when they change
+        self._known = sec  # with offsets, made anew when they change
 
     def predict(self, rows: ArrayLike, context: ArrayLike = 0, num_seqs: ArrayLike = 1) -> Floats:
         """Seconds of a step, elementwise.
@@ -84,20 +86,25 @@ class CostModel:
             num_seqs: sequences among which rows and context are divided.
         """
         rows = np.asarray(rows, dtype=np.float64)
-        known = self._known
-        sec = np.interp(rows, self._rows, known)
-        slope = (known[-1] - known[-2]) / (self._rows[-1] - self._rows[-2])
-        sec = sec + slope * np.maximum(rows - self._rows[-1], 0.0)
+        sec = np.interp(rows, self._rows, self._known)
+        sec = sec + self._slope(len(self._rows) - 2) * np.maximum(rows - self._rows[-1], 0.0)
         rows_per_seq = rows / np.maximum(num_seqs, 1)
         per_key = self.table.sec_per_key + self.table.sec_per_pair * rows_per_seq
         return self._speed * (sec + np.asarray(context) * per_key)
+
+    def sec(self, rows: int, context: int = 0, num_seqs: int = 1) -> float:
+        """`predict` of one step, without the cost of arrays: every step asks."""
+        left = min(max(bisect_right(self._rows, rows) - 1, 0), len(self._rows) - 2)
+        sec = self._known[left] + self._slope(left) * max(rows - self._rows[left], 0)
+        per_key = self.table.sec_per_key + self.table.sec_per_pair * rows / max(num_seqs, 1)
+        return self._speed * (sec + context * per_key)
 
     def observe(self, rows: int, context: int, num_seqs: int, sec: float) -> None:
         """Learn from a step that took `sec`."""
         self._num_steps += 1
         if rows > self.max_rows:
             return
-        surprise = sec / float(self.predict(rows, context, num_seqs))
+        surprise = sec / self.sec(rows, context, num_seqs)
         surprise = min(max(surprise, 1 / LARGEST_SURPRISE), LARGEST_SURPRISE) - 1
         here = self._nearest(rows)
         staleness = 1.0
@@ -108,23 +115,43 @@ class CostModel:
         self._speed *= 1 + SPEED_SHARE * surprise
         self._num_seen[here] += 1
         self._last_seen[here] = self._num_steps
-        self._known = np.maximum.accumulate(self._offsets() * self._base)
+        known = [offset * sec for offset, sec in zip(self._offsets(), self._base, strict=True)]
+        self._known = list(accumulate(known, max))
 
     def is_fresh(self, rows: int, max_age: int) -> bool:
         """Whether real steps of about so many rows ran twice, and lately."""
         here = self._nearest(rows)
         age = self._num_steps - self._last_seen[here]
-        return bool(self._num_seen[here] >= 2 and age <= max_age)
+        return self._num_seen[here] >= 2 and age <= max_age
+
+    def _slope(self, left: int) -> float:
+        """Seconds per row from one number of rows that was measured to the next."""
+        known, rows = self._known, self._rows
+        return (known[left + 1] - known[left]) / (rows[left + 1] - rows[left])
 
     def _nearest(self, rows: int) -> int:
-        return int(np.argmin(np.abs(np.log(self._rows / max(rows, 1)))))
+        """The row count measured that is the smallest factor away."""
+        rows = max(rows, 1)
+        right = min(bisect_right(self._rows, rows), len(self._rows) - 1)
+        left = max(right - 1, 0)
+        return left if rows * rows <= self._rows[left] * self._rows[right] else right
 
-    def _offsets(self) -> Floats:
+    def _offsets(self) -> list[float]:
         """Offsets of all rows; those never seen take after their neighbours."""
-        seen = np.flatnonzero(self._num_seen)
-        if not len(seen):
-            return np.ones_like(self._offset)
-        return np.interp(np.arange(len(self._offset)), seen, self._offset[seen])
+        seen = [i for i, count in enumerate(self._num_seen) if count]
+        if not seen:
+            return self._offset
+        offsets = []
+        for i in range(len(self._offset)):
+            right = min(bisect_left(seen, i), len(seen) - 1)
+            left = right if seen[right] <= i else max(right - 1, 0)
+            span = seen[right] - seen[left]
+            share = (i - seen[left]) / span if span else 0.0
+            offsets.append(
+                self._offset[seen[left]]
+                + share * (self._offset[seen[right]] - self._offset[seen[left]])
+            )
+        return offsets
 
 
 class DraftCosts:

@@ -394,8 +394,9 @@ def test_a_good_child_after_a_poor_sibling_is_reached():
     assert smooth[1].tolist() == gains[1].tolist()
 
 
-def test_a_decision_stands_while_lookup_finds_nothing(monkeypatch):
-    """Deciding anew costs a tenth of a small model's step, and nothing new is known."""
+def test_a_decision_stands_for_a_while(monkeypatch):
+    """Deciding anew costs a tenth of a small model's step; while lookup finds nothing, nothing new
+    is known."""
     world = World(1, CURVES["flat"], lambda step, seq: 0.9)
     controller = world.auto()
     world.run(controller, 50)
@@ -407,12 +408,14 @@ def test_a_decision_stands_while_lookup_finds_nothing(monkeypatch):
         "_best",
         lambda self, *args, best=AutoController._best: decided.append(0) or best(self, *args),
     )
-    world.run(controller, 10)
-    assert len(decided) == 10, "drafts teach, so each step decides anew"
+    world.run(controller, 12)
+    assert len(decided) == 3
     world.offer = 0.0
+    world.run(controller, 4)
     decided.clear()
     world.run(controller, 17)
-    assert len(decided) == 3
+    assert len(decided) in (2, 3)
+    decided.clear()
     world.seqs[0] = sequence(5)
     world.run(controller, 1)
-    assert len(decided) == 4, "another sequence is another matter"
+    assert len(decided) == 1, "another sequence is another matter"

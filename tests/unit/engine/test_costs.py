@@ -238,3 +238,15 @@ def test_drafting_that_seemed_free_can_turn_out_not_to_be():
     for sec in (0.0, *[0.002] * 40):
         costs.observe(1, 1, sec, is_restart=False, guess_sec=0.001)
     assert costs.predict(1, 1, 0.001) == pytest.approx(0.002, rel=0.01)
+
+
+def test_one_step_is_predicted_as_many_are():
+    """Between, at, below and beyond the numbers of rows that were measured; learnt ones too."""
+    costs = CostModel(CostTable((1, 2, 4, 8), (1.0, 1.5, 3.0, 3.5), 0.01, 0.002))
+    for rows, sec in ((1, 3.0), (6, 9.0), (2, 1.0), (30, 50.0)):
+        costs.observe(rows, 5, 2, sec)
+        every = [1, 2, 3, 5, 8, 9, 20, 32, 33, 100]
+        for context, num_seqs in ((0, 1), (70, 3)):
+            expected = costs.predict(every, context, num_seqs)
+            found = [costs.sec(count, context, num_seqs) for count in every]
+            np.testing.assert_allclose(found, expected, rtol=1e-12)

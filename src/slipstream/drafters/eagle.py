@@ -128,8 +128,10 @@ class EagleDrafter:
             elif pages.num_waiting >= _MOST_WAITING:
                 overdue.append(seq)
         wanted = {seq.seq_id for seq in (*overdue, *(run.seq for run in runs))}
-        self._take_in(overdue, wanted)
-        runs = self._grow(runs, wanted)
+        if overdue:
+            self._take_in(overdue, wanted)
+        if runs:
+            runs = self._grow(runs, wanted)
         return drafts_of(runs, len(seqs))
 
     @torch.inference_mode()
@@ -156,7 +158,8 @@ class EagleDrafter:
             pages.waiting.append(rows_at(states, rows).clone())  # the pass itself is large
             pages.num_waiting += len(rows)
         # The rest of a prompt must not wait for its end, or the first draft would be late.
-        self._take_in(in_chunks, {seq.seq_id for seq in in_chunks})
+        if in_chunks:
+            self._take_in(in_chunks, {seq.seq_id for seq in in_chunks})
 
     def forget(self, seq_id: int) -> None:
         if self._pages.pop(seq_id, None) is not None:

@@ -11,6 +11,7 @@ from engines import EOS, TREE, answers, engine_for, requests
 from packing import packed_model
 from slipstream import native, reference
 from slipstream.build import build_engine, draft_bytes
+from slipstream.check import planted
 from slipstream.check.tiny import loaded, tiny_model
 from slipstream.cli.answers import stats_lines
 from slipstream.core.config import EngineConfig
@@ -94,6 +95,33 @@ def test_same_tokens(target, folder, plain, method, tree, num_blocks):
     if isinstance(drafter, EagleDrafter):
         drafter.blocks.check_integrity()
         assert drafter.blocks.num_used == 0
+
+
+ENGINE_BUGS = {
+    bug.name: bug
+    for bug in planted.BUGS
+    if bug.name
+    in (
+        "logits of the wrong row",
+        "K/V kept of a rejected token",
+        "accepted path not moved together",
+        "tree positions by index",
+        "siblings see each other",
+    )
+}
+
+
+@pytest.mark.parametrize("name", ENGINE_BUGS)
+@pytest.mark.parametrize("method", METHODS)
+def test_planted_bugs_are_seen_with_every_head(target, folder, plain, method, name):
+    """Equality above means something: the same answers are wrong as soon as the engine is."""
+    engine = engine_with(target, folder, method, num_blocks=400, tree=TREE)
+    with ENGINE_BUGS[name].planted():
+        try:
+            outputs = answers(engine, requests(9), stagger=1)
+        except (AssertionError, IndexError):
+            return  # seen even earlier
+    assert [output.token_ids for output in outputs] != plain
 
 
 def test_a_head_with_the_targets_law_is_followed():

@@ -86,7 +86,6 @@ class DraftModelDrafter:
     ):
         self.model = model
         self.blocks = blocks
-        self.vocab_size = vocab_size
         self.chunk_tokens = chunk_tokens
         self._grower = LevelGrower(rule, tree, DraftVocabulary(vocab_size))
         self._runner = ModelRunner(model, cache)

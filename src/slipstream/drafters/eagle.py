@@ -101,7 +101,6 @@ class EagleDrafter:
     ):
         self.head = head
         self.taps: Seq[int] = head.taps
-        self.vocab_size = vocab_size
         self.device = device
         self.blocks = BlockManager(num_blocks, block_size)
         self._cache = KVCache.for_model(

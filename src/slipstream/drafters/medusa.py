@@ -54,7 +54,6 @@ class MedusaDrafter:
         tree: TreeConfig | None = None,
     ):
         self.head = head
-        self.vocab_size = vocab_size
         vocabulary = DraftVocabulary(vocab_size, head.target_ids)
         self._grower = LevelGrower(rule, tree, vocabulary)
         self._last: dict[int, _Last] = {}

@@ -92,7 +92,7 @@ class Bet:
 
 @dataclass(slots=True)
 class Standing:
-    """The last decision: sizes for sequences of a plan of so many rows, and why.
+    """The last decision: sizes for sequences in a step of so many rows, and why.
 
     Attributes:
         num_steps: for which it holds yet.
@@ -134,10 +134,10 @@ class AutoController:
         ready = [i for i in range(len(plan.seqs)) if plan.reaches_end(i)]
         self._is_probe = False
         if ready and self.max_tokens:
-            seqs = [plan.seqs[i] for i in ready]
-            sizes = self._standing_sizes(plan, seqs)
+            seqs, load = [plan.seqs[i] for i in ready], self._load(plan)
+            sizes = self._standing_sizes(load, seqs)
             if sizes is None:
-                sizes = self._sizes(self._load(plan), seqs)
+                sizes = self._sizes(load, seqs)
             for i, size in zip(ready, sizes, strict=True):
                 budgets[i] = int(size)
         return budgets
@@ -186,16 +186,16 @@ class AutoController:
         )
         return Load(batch, rows, context, num_seqs, plain_sec, decode_sec / max(batch, 1))
 
-    def _standing_sizes(self, plan: Plan, seqs: Seq[Sequence]) -> NDArray[np.int64] | None:
-        """The last decision, where it stands for this plan."""
+    def _standing_sizes(self, load: Load, seqs: Seq[Sequence]) -> NDArray[np.int64] | None:
+        """The last decision, where it stands for this step."""
         standing = self._standing
         if standing is None or standing.num_steps == 0:
             return None
-        if standing.rows != sum(plan.num_tokens):
+        if standing.rows != load.rows:
             return None
         if standing.seq_ids != [seq.seq_id for seq in seqs]:
             return None
-        if standing.sizes.any() and not self._can_afford(0.0, self._load(plan)):
+        if standing.sizes.any() and not self._can_afford(0.0, load):
             return None
         standing.num_steps -= 1
         self._steps_to_probe = max(self._steps_to_probe - 1, 0)

@@ -11,7 +11,7 @@ slows all steps alike goes into `speed`, quickly; what is peculiar to a number o
 No clock is read here: seconds come from whoever measured them.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -111,7 +111,8 @@ class CostModel:
         if self._num_seen[here]:
             staleness -= 0.5 ** ((self._num_steps - self._last_seen[here]) / STALE_STEPS)
         share = OFFSET_SHARE + staleness * (STALE_OFFSET_SHARE - OFFSET_SHARE)
-        self._offset[here] = self._offsets()[here] * (1 + share * surprise)
+        before = self._offset[here] if self._num_seen[here] else self._offsets()[here]
+        self._offset[here] = before * (1 + share * surprise)
         self._speed *= 1 + SPEED_SHARE * surprise
         self._num_seen[here] += 1
         self._last_seen[here] = self._num_steps
@@ -141,17 +142,8 @@ class CostModel:
         seen = [i for i, count in enumerate(self._num_seen) if count]
         if not seen:
             return self._offset
-        offsets = []
-        for i in range(len(self._offset)):
-            right = min(bisect_left(seen, i), len(seen) - 1)
-            left = right if seen[right] <= i else max(right - 1, 0)
-            span = seen[right] - seen[left]
-            share = (i - seen[left]) / span if span else 0.0
-            offsets.append(
-                self._offset[seen[left]]
-                + share * (self._offset[seen[right]] - self._offset[seen[left]])
-            )
-        return offsets
+        every = range(len(self._offset))
+        return np.interp(every, seen, [self._offset[i] for i in seen]).tolist()
 
 
 class DraftCosts:

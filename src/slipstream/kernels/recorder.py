@@ -101,7 +101,9 @@ class Recording:
         **settings: Any,
     ) -> Symbol:
         """Write an operation down; the symbol of its result."""
-        is_picked = kind == "pick" or any(symbol.value.is_picked for symbol in inputs)
+        kinds = {symbol.value.is_picked for symbol in inputs}
+        assert len(kinds) <= 1, "picked rows do not meet all rows"
+        is_picked = kind == "pick" or True in kinds
         assert kind != "attend" or not is_picked, "attention is over all rows"
         out = Symbol(Value(self, width, is_picked), 0, width, heads)
         self.operations.append(Operation(kind, inputs, out, settings))

@@ -5,7 +5,8 @@
 No draft is drawn: at every position both laws are known, so the chances are computed.
 
     ratio      1 - TV(p, q), the best any rule for one draft can do
-    coupled    both win the race with the same noise: `maths.coupling`
+    same race  one token wins both races with the same noise: `maths.coupling`
+    coupled    what drafters do, racing a slightly sharpened q: `drafters.sampling`
     greedy     the draft model's likeliest token, which `match` accepts with its p
 """
 
@@ -22,6 +23,7 @@ from slipstream.bench.workloads import load_workload
 from slipstream.check.trial import Case, Trial
 from slipstream.core.config import EngineConfig
 from slipstream.core.speculative import SpeculativeConfig
+from slipstream.drafters.sampling import SHARPENING
 from slipstream.maths.coupling import coupled_chance
 from slipstream.maths.distributions import probabilities
 
@@ -45,14 +47,15 @@ def main(argv: list[str] | None = None) -> int:
         for i in range(len(prompts))
     ]
     answers = target.generate(prompts, params)
-    chances: dict[str, list[Tensor]] = {"ratio": [], "coupled": [], "greedy": []}
+    chances: dict[str, list[Tensor]] = {"ratio": [], "same race": [], "coupled": [], "greedy": []}
     for prompt, each, answer in zip(prompts, params, answers, strict=True):
         output = answer.outputs[0].token_ids
         p, q = (_laws(llm, Case(prompt, each), output) for llm in (target, draft))
         size = min(p.shape[-1], q.shape[-1])
         p, q = p[:, :size], q[:, :size]
         chances["ratio"].append(torch.minimum(p, q).sum(-1).double())
-        chances["coupled"].append(coupled_chance(p, q))
+        chances["same race"].append(coupled_chance(p, q))
+        chances["coupled"].append(coupled_chance(p, torch.softmax(q.log() * SHARPENING, -1)))
         chances["greedy"].append(p.gather(-1, q.argmax(-1, keepdim=True)).squeeze(-1).double())
     rows = {name: torch.cat(parts) for name, parts in chances.items()}
     loss = rows["ratio"] - rows["coupled"]
@@ -61,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     error = float(loss.std()) / num_positions**0.5
     print(f"{num_positions} positions, temperature {args.temperature:g}")
     for name, mean in means.items():
-        print(f"  {name:<8} {mean:.3f}")
+        print(f"  {name:<10} {mean:.3f}")
     print(f"  coupled is {float(loss.mean()):.3f} below ratio (standard error {error:.3f})")
     facts = {"positions": num_positions, "chances": means, "loss": float(loss.mean())}
     print(json.dumps(facts | {"standard_error": error} | circumstances(sys.argv[1:])))

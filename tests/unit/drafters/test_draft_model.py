@@ -20,6 +20,7 @@ from slipstream.core.params import SamplingParams
 from slipstream.core.sequence import Sequence
 from slipstream.core.speculative import TreeConfig
 from slipstream.drafters.draft_model import DraftModelDrafter, check_same_tokenizer
+from slipstream.drafters.sampling import SHARPENING
 from slipstream.maths.distributions import finishers, probabilities, sample, scores
 from slipstream.maths.noise import Address, Key, StepNoise, Stream
 from slipstream.maths.trees import children, depths
@@ -79,13 +80,10 @@ def row_at(seq: Sequence, path=()) -> Row:
 
 
 def plain(model, seq: Sequence, num_tokens: int) -> list[int]:
-    """What plain decoding with this model emits next."""
+    """What decoding with this model emits next, its laws sharpened as drafts are."""
     path: list[int] = []
     for _ in range(num_tokens):
-        row = row_at(seq, path)
-        last = reference.logits(model, row.tokens)[-1:]
-        address = Address(seq.key, Stream.TARGET, len(row.tokens))
-        path.append(int(sample(last, controls([row]), [address])))
+        path += ranked(model, seq, path, 1)
     return path
 
 
@@ -160,7 +158,7 @@ def ranked(model, seq, path, count) -> list[int]:
     if is_greedy:
         return weights.topk(count).indices[0].tolist()
     address = Address(seq.key, Stream.TARGET, len(row.tokens))
-    return finishers(weights, [address], count)[0].tolist()
+    return finishers(weights * SHARPENING, [address], count)[0].tolist()
 
 
 @pytest.mark.parametrize("rule", ["ratio", "block"])

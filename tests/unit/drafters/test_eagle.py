@@ -21,6 +21,7 @@ from slipstream.core.sequence import Sequence
 from slipstream.core.speculative import TreeConfig
 from slipstream.core.target import TargetOutput
 from slipstream.drafters.eagle import EagleDrafter
+from slipstream.drafters.sampling import SHARPENING
 from slipstream.maths.distributions import finishers, scores
 from slipstream.maths.noise import Address, Stream
 from slipstream.maths.trees import children, depths
@@ -101,7 +102,8 @@ class Checked:
             row = replace(row, params=replace(seq.params, temperature=1.0))
             return scores(logits, controls([row])).topk(count).indices[0].tolist()
         address = Address(seq.key, Stream.TARGET, len(row.tokens))
-        return finishers(scores(logits, controls([row])), [address], count)[0].tolist()
+        weights = scores(logits, controls([row])) * SHARPENING
+        return finishers(weights, [address], count)[0].tolist()
 
 
 def checked(kind, target, *, num_blocks=200, tree=None, **settings) -> Checked:

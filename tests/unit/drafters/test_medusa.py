@@ -11,6 +11,7 @@ from slipstream.check.tiny import tiny_model
 from slipstream.core.controls import Row, controls
 from slipstream.core.speculative import TreeConfig
 from slipstream.drafters.medusa import MedusaDrafter
+from slipstream.drafters.sampling import SHARPENING
 from slipstream.maths.distributions import finishers, scores
 from slipstream.maths.noise import Address, Stream
 from slipstream.maths.trees import children, depths
@@ -68,7 +69,7 @@ def test_drafts_follow_from_the_newest_state(target, tree, is_tied):
             row = Row(seq.params, [*seq.tokens, *path], seq.num_prompt, seq.stop_ids)
             weights = scores(drafter.head.logits(state, len(path) + 1)[-1], controls([row]))
             address = Address(seq.key, Stream.TARGET, len(row.tokens))
-            best = finishers(weights, [address], topk)[0].tolist()
+            best = finishers(weights * SHARPENING, [address], topk)[0].tolist()
             assert [draft.token_ids[child] for child in below] == best[: len(below)]
 
 

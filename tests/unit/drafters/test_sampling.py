@@ -1,4 +1,4 @@
-"""Candidates at temperature 0, where they are the largest logits."""
+"""Candidates: the largest logits at temperature 0, the first of a sharpened race elsewhere."""
 
 import math
 
@@ -8,8 +8,9 @@ import torch
 from slipstream.core.controls import Row
 from slipstream.core.params import SamplingParams
 from slipstream.drafters import sampling
-from slipstream.drafters.sampling import Candidates, coupled
+from slipstream.drafters.sampling import SHARPENING, Candidates, coupled
 from slipstream.drafters.vocabulary import DraftVocabulary
+from slipstream.maths.coupling import coupled_chance
 from slipstream.maths.noise import Address, Key, Stream
 
 NAN, INF = math.nan, math.inf
@@ -88,3 +89,13 @@ def test_padding_is_never_drafted():
 
 def test_tokens_a_draft_model_does_not_know_are_impossible():
     assert DraftVocabulary(4).widened(torch.zeros(1, 2)).tolist() == [[0.0, 0.0, -INF, -INF]]
+
+
+def test_sharpening_helps_where_the_target_knows_more():
+    """Each p is a draw from a Dirichlet law around q: q on average, and surer than q."""
+    torch.manual_seed(7)
+    q = torch.distributions.Dirichlet(torch.full((50,), 0.1)).sample((400,)).clamp_min(1e-9)
+    q /= q.sum(-1, keepdim=True)
+    p = torch.distributions.Dirichlet(8 * q).sample()
+    gain = coupled_chance(p, torch.softmax(SHARPENING * q.log(), -1)) - coupled_chance(p, q)
+    assert float(gain.mean()) > 3 * float(gain.std()) / len(gain) ** 0.5

@@ -96,22 +96,35 @@ struct UnpackedReader {
   F min() const { return load((const float*)(p + 576)); }
 };
 
+// Reads packed codes and leaves them unpacked, for the rows that come after.
 template <class L>
-void unpack_tile(const uint8_t* tile, int64_t groups, uint8_t* out) {
-  PackedReader<L> in(tile);
-  for (int64_t g = 0; g < groups; ++g, out += UnpackedReader<L>::group_bytes) {
+struct UnpackingReader {
+  static constexpr bool has_min = L::has_min, is_halved = L::is_halved, is_wide = L::bits == 8;
+  static constexpr int offset = L::offset;
+  PackedReader<L> in;
+  uint8_t* p;
+
+  UnpackingReader(const uint8_t* tile, uint8_t* unpacked) : in(tile), p(unpacked - UnpackedReader<L>::group_bytes) {}
+  void next() {
     in.next();
-    for (int c = 0; c < 4; ++c) {
-      Bytes first, second;
-      in.pair(c, first, second);
-      store_bytes(out + 128 * c, first);
-      store_bytes(out + 128 * c + 64, second);
-    }
-    store((float*)(out + 512), in.scale(0));
-    if constexpr (L::is_halved) store((float*)(out + 576), in.scale(1));
-    if constexpr (L::has_min) store((float*)(out + 576), in.min());
+    p += UnpackedReader<L>::group_bytes;
   }
-}
+  void pair(int c, Bytes& first, Bytes& second) const {
+    in.pair(c, first, second);
+    store_bytes(p + 128 * c, first);
+    store_bytes(p + 128 * c + 64, second);
+  }
+  F scale(int half) const {
+    F scale = in.scale(half);
+    store((float*)(p + 512 + 64 * half), scale);
+    return scale;
+  }
+  F min() const {
+    F min = in.min();
+    store((float*)(p + 576), min);
+    return min;
+  }
+};
 
 // N rows of activations times one tile. Integers within a group are exact; floats are added group
 // by group.
@@ -169,13 +182,18 @@ void with_count(int64_t count, Function&& f) {
   else if constexpr (Most > 1) with_count<Most - 1>(count, f);
 }
 
-template <class Reader>
-void tile_all_rows(const uint8_t* weights, const Activations& x, float* out) {
-  int64_t blocks = (x.rows + kMaxRows - 1) / kMaxRows;
+// Rows in blocks as even as can be. The first unpacks the tile, beside its arithmetic.
+template <class L>
+void packed_tile(const uint8_t* tile, const Activations& x, float* out, uint8_t* scratch) {
+  const int64_t blocks = (x.rows + kMaxRows - 1) / kMaxRows;
   for (int64_t b = 0, row = 0; b < blocks; ++b) {
-    int64_t count = (x.rows - row + blocks - b - 1) / (blocks - b);  // as even as can be
+    const int64_t count = (x.rows - row + blocks - b - 1) / (blocks - b);
     with_count<kMaxRows>(count, [&](auto n) {
-      tile_rows<decltype(n)::value>(Reader(weights), x, row, out + row * kTileRows);
+      constexpr int N = decltype(n)::value;
+      float* to = out + row * kTileRows;
+      if (blocks == 1) tile_rows<N>(PackedReader<L>(tile), x, row, to);
+      else if (b == 0) tile_rows<N>(UnpackingReader<L>(tile, scratch), x, row, to);
+      else tile_rows<N>(UnpackedReader<L>(scratch), x, row, to);
     });
     row += count;
   }
@@ -184,14 +202,7 @@ void tile_all_rows(const uint8_t* weights, const Activations& x, float* out) {
 void linear_tile(Format format, const uint8_t* tile, const Activations& x, float* out, uint8_t* scratch) {
   with_layout(format, [&](auto layout) {
     using L = decltype(layout);
-    if constexpr (!L::is_float) {
-      if (x.rows <= 2 * kMaxRows) {
-        tile_all_rows<PackedReader<L>>(tile, x, out);
-      } else {
-        unpack_tile<L>(tile, x.columns / kGroup, scratch);
-        tile_all_rows<UnpackedReader<L>>(scratch, x, out);
-      }
-    }
+    if constexpr (!L::is_float) packed_tile<L>(tile, x, out, scratch);
   });
 }
 
@@ -401,6 +412,17 @@ void load_tile(const Pages& pages, const int64_t* slots, uint32_t present, int64
   else load_tile_as<Narrow::bf16>(pages, slots, present, kv_head, out);
 }
 
+// Asks for a tile of neighbouring slots, whose way from memory passes while another is computed.
+void prefetch_tile(const Pages& pages, int64_t slot, int64_t kv_head) {
+  const int64_t size = pages.kind == Narrow::f32 ? 4 : 2, stride = pages.num_kv_heads * pages.head_dim * size;
+  const int64_t begin = (slot * pages.num_kv_heads + kv_head) * pages.head_dim * size;
+  for (int64_t offset = begin; offset < begin + kTile * stride; offset += stride)
+    for (int64_t i = 0; i < pages.head_dim * size; i += 64) {
+      __builtin_prefetch((const uint8_t*)pages.keys + offset + i, 0, 1);
+      __builtin_prefetch((const uint8_t*)pages.values + offset + i, 0, 1);
+    }
+}
+
 // One query head at a tile: what it asks, which keys it sees, and how far its softmax has come
 // (state: maximum, sum, head_dim weighted values).
 struct Query {
@@ -542,6 +564,9 @@ void attend(const AttentionSpan& span, const Pages& pages, const AttentionShape&
     return count;
   };
   const bool is_aligned = pages.block_size % kTile == 0;
+  auto slot_of_key = [&](int64_t key) {
+    return span.table[key / pages.block_size] * pages.block_size + key % pages.block_size;
+  };
   // Slot of the key at a position on the path of `row`.
   auto slot = [&](int64_t row, int64_t position) {
     int64_t key = position;
@@ -552,7 +577,7 @@ void attend(const AttentionSpan& span, const Pages& pages, const AttentionShape&
         if (seen[i] && left-- == 0) break;
       key = common + i;
     }
-    return span.table[key / pages.block_size] * pages.block_size + key % pages.block_size;
+    return slot_of_key(key);
   };
   auto visible = [&](int64_t start, int64_t count) {  // bits of the tile at `start` for `count` keys
     uint32_t bits = 0xffff;
@@ -589,7 +614,7 @@ void attend(const AttentionSpan& span, const Pages& pages, const AttentionShape&
           uint32_t present = bits;
           for (int64_t r = 0; shared && r < end - begin; ++r) present |= visible(start, counts[r]);
           if (shared && is_aligned) {
-            slots[0] = span.table[start / pages.block_size] * pages.block_size + start % pages.block_size;
+            slots[0] = slot_of_key(start);
             for (int j = 1; j < kTile; ++j) slots[j] = slots[0] + j;
           } else {
             for (int j = 0; j < kTile; ++j)
@@ -597,6 +622,7 @@ void attend(const AttentionSpan& span, const Pages& pages, const AttentionShape&
           }
           load_tile(pages, slots, present, kv_head, tile);
           loaded = true;
+          if (is_aligned && start + kTile < stop) prefetch_tile(pages, slot_of_key(start + kTile), kv_head);
         }
         for (int64_t h = 0; h < heads; ++h) {
           queries[count++] = {q.row(span.first_row + row) + (kv_head * heads + h) * d,

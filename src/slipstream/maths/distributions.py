@@ -32,6 +32,7 @@ from slipstream.maths.noise import (
     first_argmax,
     first_argmin,
 )
+from slipstream.maths.truncation import truncate
 
 _UNUSABLE = "logits contain NaN or +inf, or ban every token"
 
@@ -136,9 +137,7 @@ def scores(logits: Tensor, controls: Controls) -> Tensor:
         return _only(first_argmax(logits), like=logits)
     temperature = torch.where(greedy, 1.0, controls.temperature).unsqueeze(-1)
     weights = (logits - best).div_(temperature)
-    weights = _truncate_min_p(weights, controls.min_p)
-    weights = _truncate_top_k(weights, controls.top_k)
-    weights = _truncate_top_p(weights, controls.top_p)
+    weights = truncate(weights, controls.min_p, controls.top_k, controls.top_p)
     if bool(greedy.any()):
         weights[greedy] = _only(first_argmax(logits[greedy]), like=weights[greedy])
     return weights
@@ -229,39 +228,3 @@ def _first(weights: Tensor, noise: Tensor, count: int) -> Tensor:
 
 def _only(tokens: Tensor, *, like: Tensor) -> Tensor:
     return torch.full_like(like, -torch.inf).scatter_(-1, tokens.unsqueeze(-1), 0.0)
-
-
-def _truncate_min_p(weights: Tensor, min_p: Tensor) -> Tensor:
-    """Keep tokens with p >= min_p * max p; the maximum of each row of weights is 0."""
-    if not bool((min_p > 0).any()):
-        return weights
-    return weights.masked_fill(weights < min_p.log().unsqueeze(-1), -torch.inf)
-
-
-def _truncate_top_k(weights: Tensor, top_k: Tensor) -> Tensor:
-    """Keep the k largest; all that equal the k-th stay."""
-    vocab_size = weights.shape[-1]
-    limited = (top_k > 0) & (top_k < vocab_size)
-    if not bool(limited.any()):
-        return weights
-    k = torch.where(limited, top_k, vocab_size)
-    largest = weights.topk(int(k[limited].max()), dim=-1).values
-    kth = largest.gather(-1, (k.clamp(max=largest.shape[-1]) - 1).unsqueeze(-1))
-    below = (weights < kth) & limited.unsqueeze(-1)
-    return weights.masked_fill(below, -torch.inf)
-
-
-def _truncate_top_p(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the shortest prefix of the sorted tokens whose mass reaches top_p, at least one."""
-    limited = top_p < 1
-    if not bool(limited.any()):
-        return weights
-    weights = weights.clone()
-    rows = weights[limited]
-    ordered, tokens = rows.sort(dim=-1, descending=True, stable=True)
-    p = torch.softmax(ordered, dim=-1)
-    reached_before = p.cumsum(-1) - p >= top_p[limited].unsqueeze(-1)
-    reached_before[:, 0] = False
-    rows.scatter_(-1, tokens, ordered.masked_fill(reached_before, -torch.inf))
-    weights[limited] = rows
-    return weights

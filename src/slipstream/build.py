@@ -43,8 +43,9 @@ from slipstream.models import CausalLM
 from slipstream.models.heads import MedusaHead, tensor_bytes
 from slipstream.models.runner import ModelRunner
 
-# Most drafted tokens of a sequence and step where nobody says; the controller goes up to it.
-DEFAULT_DRAFT_TOKENS = 8
+# Most drafted tokens of a sequence and step where nobody says. Looking up more costs nothing, and
+# the controller drafts no more than pays; with the token they follow 15 make 16 rows.
+DEFAULT_DRAFT_TOKENS, DEFAULT_LOOKUP_TOKENS = 8, 15
 
 DTYPES = {
     "float32": torch.float32,
@@ -313,14 +314,24 @@ def make_controller(speculative: SpeculativeConfig, runner: ModelRunner) -> Cont
     """The controller the settings name, with its costs measured if it needs them."""
     if speculative.is_off:
         return FixedController(0)
-    tokens = speculative.num_speculative_tokens
-    if tokens is None:
-        tokens = speculative.tree.max_tokens if speculative.tree else DEFAULT_DRAFT_TOKENS
+    tokens = _most_tokens(speculative)
     if speculative.controller == "fixed":
         return FixedController(tokens)
     if speculative.controller == "table":
         return TableController(speculative.num_speculative_tokens_per_batch_size)
     return AutoController(CostModel(calibrated(runner, cache_dir() / "costs")), tokens)
+
+
+def _most_tokens(speculative: SpeculativeConfig) -> int:
+    """The largest draft of a sequence."""
+    if speculative.num_speculative_tokens is not None:
+        return speculative.num_speculative_tokens
+    if speculative.tree is not None:
+        return speculative.tree.max_tokens
+    method = speculative.method
+    is_lookup = method in ("ngram", "suffix") or (method == "auto" and speculative.model is None)
+    is_free = is_lookup and speculative.controller == "auto"
+    return DEFAULT_LOOKUP_TOKENS if is_free else DEFAULT_DRAFT_TOKENS
 
 
 def kv_dtype(config: EngineConfig, model: CausalLM) -> torch.dtype:

@@ -182,16 +182,17 @@ void with_count(int64_t count, Function&& f) {
   else if constexpr (Most > 1) with_count<Most - 1>(count, f);
 }
 
-// Rows in blocks as even as can be. The first unpacks the tile, beside its arithmetic.
+// Rows in blocks as even as can be, or in one. The first of many unpacks the tile, beside its
+// arithmetic; of two, storing and loading would cost what it saves.
 template <class L>
 void packed_tile(const uint8_t* tile, const Activations& x, float* out, uint8_t* scratch) {
-  const int64_t blocks = (x.rows + kMaxRows - 1) / kMaxRows;
+  const int64_t blocks = x.rows <= kRowsAlone ? 1 : (x.rows + kMaxRows - 1) / kMaxRows;
   for (int64_t b = 0, row = 0; b < blocks; ++b) {
     const int64_t count = (x.rows - row + blocks - b - 1) / (blocks - b);
-    with_count<kMaxRows>(count, [&](auto n) {
+    with_count<kRowsAlone>(count, [&](auto n) {
       constexpr int N = decltype(n)::value;
       float* to = out + row * kTileRows;
-      if (blocks == 1) tile_rows<N>(PackedReader<L>(tile), x, row, to);
+      if (blocks <= 2) tile_rows<N>(PackedReader<L>(tile), x, row, to);
       else if (b == 0) tile_rows<N>(UnpackingReader<L>(tile, scratch), x, row, to);
       else tile_rows<N>(UnpackedReader<L>(scratch), x, row, to);
     });

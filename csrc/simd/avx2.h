@@ -18,7 +18,7 @@ constexpr const char* kName = "avx2_vnni";
 #else
 constexpr const char* kName = "avx2";
 #endif
-constexpr int kMaxRows = 3;
+constexpr int kMaxRows = 3, kRowsAlone = 3;
 
 struct F { __m256 a, b; };
 struct I { __m256i a, b; };

@@ -35,6 +35,9 @@ Number = TypeVar("Number", float, Floats)
 
 # Speculation begins above this expected speedup, and ends at 1: no flapping in between.
 START_SPEEDUP = 1.02
+# In a batch those who draft gain while the others wait for the larger pass: the sum may gain and
+# the last answer still come later. So this much more is asked for where hardly anybody drafts.
+FEW_DRAFT_SPEEDUP = 0.12
 # Plain decoding is measured again after so many steps of other kinds.
 PLAIN_MAX_AGE = 128
 # Debts: what is forgiven of each step, and how many plain steps may be owed.
@@ -82,12 +85,14 @@ class Bet:
         sizes: [B] nodes.
         tokens, sec: expected of the step, in case anything is drafted at all.
         speedup: over plain decoding.
+        share: of the sequences, those expected to have a draft.
     """
 
     sizes: NDArray[np.int64]
     tokens: float
     sec: float
     speedup: float
+    share: float
 
 
 @dataclass(slots=True)
@@ -220,7 +225,8 @@ class AutoController:
         seq_ids = [seq.seq_id for seq in seqs]
         accepted, offered = self._rates.accepted(seq_ids), self._rates.offered(seq_ids)
         best = self._best(load, accepted, offered, room)
-        self._is_on = best.speedup > (1.0 if self._is_on else START_SPEEDUP)
+        needed = 1.0 if self._is_on else START_SPEEDUP
+        self._is_on = best.speedup > needed + FEW_DRAFT_SPEEDUP * (1 - best.share)
         if self._is_on and not self._can_afford(0.0, load):
             return self._decide(load, seq_ids, nothing, "off: paying back lost time")
         if self._is_on:
@@ -286,7 +292,8 @@ class AutoController:
         speedup = load.plain_sec_of(tokens) / sec
         best = int(np.argmax(speedup))
         sizes = np.bincount(seq[: best + 1], minlength=len(room))
-        return Bet(sizes, float(tokens[best]), float(sec[best]), float(speedup[best]))
+        share = float((offer * opens)[: best + 1].sum() / anybody[best] / load.batch)
+        return Bet(sizes, float(tokens[best]), float(sec[best]), float(speedup[best]), share)
 
     def _break_even(self, load: Load, accepted: Floats) -> int:
         """The largest batch below this one at which such drafts would pay; 0 if none."""

@@ -317,6 +317,15 @@ def test_a_wrong_belief_costs_no_more_than_the_ledger_allows():
 # What it decides, and why
 
 
+def test_little_gained_by_few_is_left_alone():
+    """One of eight would gain a few percent of all tokens while seven wait; eight gain a lot."""
+    for num_good, drafts in ((1, False), (8, True)):
+        world = World(8, CURVES["gentle"], lambda step, seq, n=num_good: 0.5 if seq < n else 0.0)
+        world.run(world.auto(), 800)
+        budget = world.mean_budget(0, 800)
+        assert budget > 0.8 if drafts else budget < 0.1, "probes alone are left"
+
+
 def test_batch_past_break_even():
     small = World(4, CURVES["roofline"], lambda step, seq: 0.6, level_sec=0.05)
     large = World(48, CURVES["roofline"], lambda step, seq: 0.6, level_sec=0.05)

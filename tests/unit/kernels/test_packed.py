@@ -28,7 +28,7 @@ from slipstream.kernels.packed import (
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="no native kernels here")
 
 # Up to the rows of one block of registers, over it, and over what unpacks a tile first.
-ROW_COUNTS = (1, 2, 3, 7, 12, 13, 24, 25, 40)
+ROW_COUNTS = (1, 2, 3, 7, 12, 13, 16, 17, 24, 25, 40)
 
 
 @pytest.fixture(autouse=True)

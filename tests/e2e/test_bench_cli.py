@@ -45,6 +45,15 @@ def test_bench(capsys, tmp_path):
             assert row["acceptance_length"] == 1.0
 
 
+@pytest.mark.parametrize("methods", ["ngram,suffix", "suffix"])
+def test_bench_draws(tmp_path, methods):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "speedups.png"
+    args = ["--methods", methods, "--rounds", "1", "--limit", "1", "--max-tokens", "4"]
+    assert main(["bench", *args, "--batch-sizes", "1,2", "--plot", str(picture), *FLAGS]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -23,7 +23,7 @@ def table(rows: list[Row]) -> str:
 
 
 def draw(rows: list[Row], path: str) -> None:
-    """Speedup of every method at every setting, as bars."""
+    """Speedup of every method, as bars side by side for each setting."""
     try:
         import matplotlib
 
@@ -31,11 +31,22 @@ def draw(rows: list[Row], path: str) -> None:
         from matplotlib import pyplot
     except ImportError:
         raise ConfigError("--plot needs matplotlib; pip install 'slipstream[plot]'") from None
-    labels = [f"{row.method}\nb{row.batch_size} T{row.temperature:g}" for row in rows]
-    figure, axes = pyplot.subplots(figsize=(max(6, 0.9 * len(rows)), 4))
-    axes.bar(labels, [row.speedup for row in rows], color="#4c78a8")
+    speedup = {(row.method, row.batch_size, row.temperature): row.speedup for row in rows}
+    settings = list(dict.fromkeys((row.batch_size, row.temperature) for row in rows))
+    methods = [method for method in dict.fromkeys(row.method for row in rows) if method != "plain"]
+    width = 0.8 / max(len(methods), 1)
+    figure, axes = pyplot.subplots(figsize=(max(6, 0.25 * len(rows)), 4))
+    for i, method in enumerate(methods):
+        places = [x + (i - (len(methods) - 1) / 2) * width for x in range(len(settings))]
+        axes.bar(places, [speedup[method, *setting] for setting in settings], width, label=method)
+    labels = [f"batch {batch_size}\nT {temperature:g}" for batch_size, temperature in settings]
+    axes.set_xticks(range(len(settings)), labels)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylabel("speedup against plain decoding")
+    if methods:
+        axes.legend(
+            loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(methods), frameon=False
+        )
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

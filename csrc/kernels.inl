@@ -98,30 +98,29 @@ struct UnpackedReader {
 
 // Reads packed codes and leaves them unpacked, for the rows that come after.
 template <class L>
-struct UnpackingReader {
-  static constexpr bool has_min = L::has_min, is_halved = L::is_halved, is_wide = L::bits == 8;
-  static constexpr int offset = L::offset;
-  PackedReader<L> in;
-  uint8_t* p;
+struct UnpackingReader : PackedReader<L> {
+  using Packed = PackedReader<L>;
+  uint8_t* out;
 
-  UnpackingReader(const uint8_t* tile, uint8_t* unpacked) : in(tile), p(unpacked - UnpackedReader<L>::group_bytes) {}
+  UnpackingReader(const uint8_t* tile, uint8_t* unpacked)
+      : Packed(tile), out(unpacked - UnpackedReader<L>::group_bytes) {}
   void next() {
-    in.next();
-    p += UnpackedReader<L>::group_bytes;
+    Packed::next();
+    out += UnpackedReader<L>::group_bytes;
   }
   void pair(int c, Bytes& first, Bytes& second) const {
-    in.pair(c, first, second);
-    store_bytes(p + 128 * c, first);
-    store_bytes(p + 128 * c + 64, second);
+    Packed::pair(c, first, second);
+    store_bytes(out + 128 * c, first);
+    store_bytes(out + 128 * c + 64, second);
   }
   F scale(int half) const {
-    F scale = in.scale(half);
-    store((float*)(p + 512 + 64 * half), scale);
+    F scale = Packed::scale(half);
+    store((float*)(out + 512 + 64 * half), scale);
     return scale;
   }
   F min() const {
-    F min = in.min();
-    store((float*)(p + 576), min);
+    F min = Packed::min();
+    store((float*)(out + 576), min);
     return min;
   }
 };

@@ -553,7 +553,7 @@ void attend(const AttentionSpan& span, const Pages& pages, const AttentionShape&
   const int64_t d = pages.head_dim, heads = shape.num_heads / pages.num_kv_heads, size = d + 2;
   const int64_t common = span.num_computed + span.num_rows - span.num_masked;  // keys all masked rows see
   TileFloats tile{scratch, scratch + kTile * d};
-  float* state = scratch + 2 * kTile * d;
+  float* others = scratch + 2 * kTile * d;  // states of partitions after the first
   int64_t slots[kTile];
 
   // How many keys a row sees, itself included; its own position among them is the last.
@@ -587,16 +587,14 @@ void attend(const AttentionSpan& span, const Pages& pages, const AttentionShape&
     return bits;
   };
 
-  for (int64_t row = begin; row < end; ++row)
-    for (int64_t h = 0; h < heads; ++h) clear(partial + ((row - begin) * heads + h) * size, d);
   int64_t counts[kAttendRows];
   int64_t longest = 0;
   for (int64_t row = begin; row < end; ++row) longest = std::max(longest, counts[row - begin] = num_keys(row));
 
   for (int64_t part = first; part < last; ++part) {
     const int64_t stop = std::min((part + 1) * kPartition, longest);
-    for (int64_t row = begin; row < end; ++row)
-      for (int64_t h = 0; h < heads; ++h) clear(state + ((row - begin) * heads + h) * size, d);
+    float* state = part == first ? partial : others;
+    for (int64_t i = 0; i < (end - begin) * heads; ++i) clear(state + i * size, d);
     for (int64_t start = part * kPartition; start < stop; start += kTile) {
       const bool shared = !span.num_masked || start + kTile <= common;
       bool loaded = false;
@@ -632,9 +630,8 @@ void attend(const AttentionSpan& span, const Pages& pages, const AttentionShape&
       }
       flush();
     }
-    for (int64_t row = begin; row < end; ++row)
-      for (int64_t h = 0; h < heads; ++h)
-        merge(partial + ((row - begin) * heads + h) * size, state + ((row - begin) * heads + h) * size, d);
+    if (part == first) continue;
+    for (int64_t i = 0; i < (end - begin) * heads; ++i) merge(partial + i * size, state + i * size, d);
   }
 }
 

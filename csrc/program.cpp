@@ -147,7 +147,10 @@ struct Program::Quantize : Op {
 
 struct Program::Linear : Op {
   LinearOp op;
+  Stretches work;  // tiles; of gated layers, groups of 32 outputs
+  void reset(int threads) override;
   void run(Context& c, int thread) override;
+  int64_t num_tiles() const;
   void multiply(Context& c, int thread, int64_t tile, float* out);
   void finish(Context& c, int64_t tile, const float* sums);
 };
@@ -196,38 +199,47 @@ void Program::Linear::finish(Context& c, int64_t tile, const float* sums) {
   }
 }
 
-void Program::Linear::run(Context& c, int thread) {
+int64_t Program::Linear::num_tiles() const {
   int64_t tiles = 0;
   for (const Part& part : op.parts) tiles += (part.rows + kTileRows - 1) / kTileRows;
+  return tiles;
+}
+
+// Two tiles of gate and two of up make a group of 32 outputs, which can be quantised at once.
+void Program::Linear::reset(int threads) {
+  work.reset(op.gate == LinearOp::Gate::none ? num_tiles() : num_tiles() / 4, threads);
+}
+
+void Program::Linear::run(Context& c, int thread) {
   float* sums = c.program.tiles_[thread].data();
   if (op.gate == LinearOp::Gate::none) {
-    // Small bites, so that no thread waits long for another at the end.
-    const int64_t bite = std::max<int64_t>(1, tiles / (16 * c.team.size()));
-    for (int64_t first; (first = counter.take(bite)) < tiles;)
-      for (int64_t tile = first; tile < std::min(first + bite, tiles); ++tile) {
+    work.each(thread, [&](int64_t first, int64_t last) {
+      for (int64_t tile = first; tile < last; ++tile) {
         multiply(c, thread, tile, sums);
         finish(c, tile, sums);
       }
+    });
     return;
   }
-  // Two tiles of gate and two of up make a group of 32 outputs, which can be quantised at once.
-  const int64_t half = tiles / 2, groups = half / 2, size = c.rows * kTileRows;
+  const int64_t half = num_tiles() / 2, size = c.rows * kTileRows;
   float* gated = sums + 2 * size;  // [rows, 32]
-  for (int64_t group; (group = counter.take(1)) < groups;) {
-    for (int64_t t = 0; t < 2; ++t) {
-      multiply(c, thread, 2 * group + t, sums);
-      multiply(c, thread, half + 2 * group + t, sums + size);
-      for (int64_t r = 0; r < c.rows; ++r)
-        c.kernels.gated(sums + r * kTileRows, sums + size + r * kTileRows, kTileRows, op.gate == LinearOp::Gate::gelu,
-                        gated + r * kGroup + t * kTileRows);
+  work.each(thread, [&](int64_t first, int64_t last) {
+    for (int64_t group = first; group < last; ++group) {
+      for (int64_t t = 0; t < 2; ++t) {
+        multiply(c, thread, 2 * group + t, sums);
+        multiply(c, thread, half + 2 * group + t, sums + size);
+        for (int64_t r = 0; r < c.rows; ++r)
+          c.kernels.gated(sums + r * kTileRows, sums + size + r * kTileRows, kTileRows, op.gate == LinearOp::Gate::gelu,
+                          gated + r * kGroup + t * kTileRows);
+      }
+      if (op.out_codes >= 0) {
+        c.kernels.quantize({gated, kGroup}, c.codes(op.out_codes), 0, c.rows, group, group + 1);
+      } else {
+        for (int64_t r = 0; r < c.rows; ++r)
+          std::memcpy(c.at(op.out).row(r) + group * kGroup, gated + r * kGroup, kGroup * 4);
+      }
     }
-    if (op.out_codes >= 0) {
-      c.kernels.quantize({gated, kGroup}, c.codes(op.out_codes), 0, c.rows, group, group + 1);
-    } else {
-      for (int64_t r = 0; r < c.rows; ++r)
-        std::memcpy(c.at(op.out).row(r) + group * kGroup, gated + r * kGroup, kGroup * 4);
-    }
-  }
+  });
 }
 
 struct Program::Rotate : Op {
@@ -246,6 +258,11 @@ struct Program::Rotate : Op {
 };
 
 struct Program::Attend : Op {
+  Counter counter, second;  // shares, then joins
+  void reset(int) override {
+    counter.reset();
+    second.reset();
+  }
   int64_t layer;
   View q, k, v, out;
   int64_t heads;
@@ -451,10 +468,7 @@ void Program::run(Team& team, const Kernels& kernels, const Input& input, const 
   Context all{*this, team, kernels, input, input.rows, {}, {}, {}};
   Context picked{*this, team, kernels, input, input.picked_rows, {}, {}, {}};
   if (num_heads_) all.plan_attention(num_heads_);
-  for (auto& op : ops_) {
-    op->counter.reset();
-    op->second.reset();
-  }
+  for (auto& op : ops_) op->reset(team.size());
   team.run([&](int thread) {
     for (size_t kind = 0; kind < angle_frequencies_.size(); ++kind) {
       const auto& frequencies = angle_frequencies_[kind];

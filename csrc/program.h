@@ -83,8 +83,8 @@ class Program {
   struct Context;
   struct Op {
     virtual ~Op() = default;
+    virtual void reset([[maybe_unused]] int threads) {}  // before a run
     virtual void run(Context& context, int thread) = 0;
-    Counter counter, second;
     bool is_picked = false;
   };
   struct Embed;

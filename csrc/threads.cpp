@@ -123,4 +123,15 @@ void Team::barrier() {
   }
 }
 
+void Stretches::reset(int64_t count, int threads) {
+  while ((int)stretches_.size() < threads) stretches_.push_back(std::make_unique<Stretch>());
+  stretches_.resize((size_t)threads);
+  // Small bites, so that no thread waits long for another at the end.
+  bite_ = std::max<int64_t>(1, count / (16 * threads));
+  for (int i = 0; i < threads; ++i) {
+    stretches_[(size_t)i]->next.store(count * i / threads, std::memory_order_relaxed);
+    stretches_[(size_t)i]->end = count * (i + 1) / threads;
+  }
+}
+
 }  // namespace slipstream

@@ -3,6 +3,7 @@
 // Jobs are short and follow each other closely, so threads spin before they sleep, and a barrier
 // spins before it yields: on an idle machine both cost well under a microsecond.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <functional>
@@ -53,6 +54,32 @@ class Counter {
 
  private:
   alignas(64) std::atomic<int64_t> next_{0};
+};
+
+// Work of even pieces. Each thread has a stretch of its own, the same in every run, so that it reads
+// the same memory in one direction; whoever has done that helps the others with theirs.
+class Stretches {
+ public:
+  void reset(int64_t count, int threads);
+
+  // Calls f(first, last) for one bite after another until nothing is left.
+  template <class Function>
+  void each(int thread, Function f) {
+    const int threads = (int)stretches_.size();
+    for (int i = 0; i < threads; ++i) {
+      Stretch& stretch = *stretches_[(thread + i) % threads];
+      for (int64_t first; (first = stretch.next.fetch_add(bite_, std::memory_order_relaxed)) < stretch.end;)
+        f(first, std::min(first + bite_, stretch.end));
+    }
+  }
+
+ private:
+  struct alignas(64) Stretch {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+  std::vector<std::unique_ptr<Stretch>> stretches_;
+  int64_t bite_ = 1;
 };
 
 }  // namespace slipstream

@@ -1,5 +1,8 @@
 """Where K/V lands in the pool, and that copies and moves read before they write."""
 
+import sys
+
+import psutil
 import pytest
 import torch
 
@@ -70,3 +73,14 @@ def test_bytes_per_block_is_what_the_pool_takes(dtype: torch.dtype) -> None:
     cache = KVCache(**SHAPE, dtype=dtype, device="cpu")
     per_block = KVCache.bytes_per_block(2, 3, 4, 2, dtype)
     assert per_block * SHAPE["num_blocks"] == cache.pool.nbytes
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="resident memory is asked of Linux")
+def test_a_pool_takes_memory_as_it_is_written() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    cache = KVCache(**{**SHAPE, "num_blocks": 2**20}, dtype=torch.float32, device="cpu")
+    keys, _ = cache.layer(1)
+    assert not keys[-1].any()
+    assert cache.pool.nbytes > 2**28
+    assert process.memory_info().rss - before < 2**26

@@ -235,8 +235,6 @@ def make_drafter(
     method = speculative.method
     if method == "auto":
         method = "combined" if draft is not None else "suffix"
-    if speculative.has_head:
-        return make_head_drafter(speculative, loaded, config, context_length)
     if method == "ngram":
         return NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
     trees = speculative.tree is not None and speculative.rejection_sample_method == "match"
@@ -249,10 +247,30 @@ def make_drafter(
     )
     if method == "suffix":
         return suffix
+    network: Drafter
+    if speculative.head_kind is not None:
+        network = make_head_drafter(
+            speculative.head_kind, speculative, loaded, config, context_length
+        )
+    else:
+        network = make_model_drafter(speculative, loaded, draft, config, context_length)
+    return CombinedDrafter(suffix, network, merge=trees) if method == "combined" else network
+
+
+def make_model_drafter(
+    speculative: SpeculativeConfig,
+    loaded: LoadedModel,
+    draft: LoadedModel | None,
+    config: EngineConfig,
+    context_length: int,
+) -> DraftModelDrafter:
+    """The drafter of a draft model."""
     if draft is None:
-        raise ConfigError(f"method {method} needs a draft model; give its name as model")
+        raise ConfigError(
+            f"method {speculative.method} needs a draft model; give its name as model"
+        )
     check_same_tokenizer(loaded.tokenizer, draft.tokenizer)
-    model = DraftModelDrafter.for_model(
+    return DraftModelDrafter.for_model(
         draft.model,
         loaded.model.config.vocab_size,
         num_blocks=_num_blocks(config, context_length, draft.model),
@@ -262,15 +280,18 @@ def make_drafter(
         tree=speculative.tree,
         chunk_tokens=config.max_num_batched_tokens,
     )
-    return model if method == "draft_model" else CombinedDrafter(suffix, model, merge=trees)
 
 
 def make_head_drafter(
-    speculative: SpeculativeConfig, loaded: LoadedModel, config: EngineConfig, context_length: int
+    kind: str,
+    speculative: SpeculativeConfig,
+    loaded: LoadedModel,
+    config: EngineConfig,
+    context_length: int,
 ) -> EagleDrafter | MedusaDrafter:
     """The drafter of a head, which is loaded for it."""
     target, rule, tree = loaded.model, speculative.rejection_sample_method, speculative.tree
-    head = load_head(speculative.method, _head_path(speculative, loaded), target)
+    head = load_head(kind, _head_path(kind, speculative.model, loaded), target)
     if target.is_packed:
         pack_head(head)
     vocab_size = target.config.vocab_size
@@ -288,15 +309,15 @@ def make_head_drafter(
     )
 
 
-def _head_path(speculative: SpeculativeConfig, loaded: LoadedModel) -> Path:
+def _head_path(kind: str, name: str | None, loaded: LoadedModel) -> Path:
     """Where a head is: as told, with this package, or in the target's own checkpoint."""
-    if speculative.model is not None:
-        return resolve_head(speculative.model)
-    shipped = shipped_head(loaded.name, speculative.method)
-    if shipped is None and speculative.method != "mtp":
+    if name is not None:
+        return resolve_head(name)
+    shipped = shipped_head(loaded.name, kind)
+    if shipped is None and kind != "mtp":
         raise ConfigError(
-            f"method {speculative.method} needs model, the head's directory; none for "
-            f"{loaded.name} comes with slipstream"
+            f"a head of kind {kind} needs model, its directory; none for {loaded.name} comes with "
+            "slipstream"
         )
     return shipped or loaded.path
 

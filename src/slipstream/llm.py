@@ -91,7 +91,7 @@ class LLM:
     def another_engine(self, speculative: SpeculativeConfig) -> Engine:
         """An engine of its own around the same loaded model; draft models are loaded once."""
         draft = None
-        if not (speculative.model is None or speculative.is_off or speculative.has_head):
+        if not (speculative.model is None or speculative.is_off or speculative.head_kind):
             if speculative.model not in self._drafts:
                 device = self.loaded.model.device.type
                 self._drafts[speculative.model] = load(

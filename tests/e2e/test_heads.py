@@ -20,6 +20,7 @@ from slipstream.core.counts import DraftCounts
 from slipstream.core.errors import ConfigError, ModelError
 from slipstream.core.params import SamplingParams
 from slipstream.core.speculative import SpeculativeConfig, TreeConfig
+from slipstream.drafters.combined import CombinedDrafter
 from slipstream.drafters.eagle import EagleDrafter
 from slipstream.engine.verifier import make_verifier
 from slipstream.loading.head_files import write_head
@@ -54,7 +55,7 @@ def plain(target):
     ]
 
 
-def engine_with(target, folder, method, *, num_blocks, **settings):
+def engine_with(target, folder, method, *, num_blocks, is_combined=False, **settings):
     bytes_per_token = 2 * 3 * 2 * 8 * 8
     return build_engine(
         loaded(target, EOS),
@@ -64,13 +65,26 @@ def engine_with(target, folder, method, *, num_blocks, **settings):
             max_num_batched_tokens=24,
         ),
         SpeculativeConfig(
-            method=method,
+            method="combined" if is_combined else method,
+            head=method if is_combined else None,
             model=str(folder / method),
             controller="fixed",
             num_speculative_tokens=6,
             **settings,
         ),
     )
+
+
+def listen(owner, name, hear):
+    """Tell `hear` whatever a method returns."""
+    method = getattr(owner, name)
+
+    def heard(*args):
+        result = method(*args)
+        hear(result)
+        return result
+
+    setattr(owner, name, heard)
 
 
 @pytest.mark.parametrize("num_blocks", [24, 400])
@@ -201,6 +215,33 @@ def test_ratio_keeps_the_law(method, tree):
     assert g_test(counts, law(prompt, 3)).p_value >= FALSE_ALARM
 
 
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chains", "trees"])
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_head_drafts_where_lookup_is_not_sure(target, folder, plain, kind, tree):
+    engine = engine_with(target, folder, kind, num_blocks=400, tree=tree, is_combined=True)
+    drafter = engine.parts.drafter
+    assert isinstance(drafter, CombinedDrafter)
+    found, drafted = [], []
+    listen(drafter.lookup, "propose_scored", lambda scored: found.extend(scored[0].token_ids))
+    listen(
+        drafter.model,
+        "propose",
+        lambda drafts: drafted.extend(token for draft in drafts for token in draft.token_ids),
+    )
+    outputs = answers(engine, requests(9), stagger=1)
+    assert [output.token_ids for output in outputs] == plain
+    assert found
+    assert drafted
+    assert draft_bytes(drafter) == draft_bytes(drafter.model) > 0
+
+
+def test_a_head_belongs_to_combined():
+    with pytest.raises(ConfigError, match="method must be combined beside a head, not 'suffix'"):
+        SpeculativeConfig(method="suffix", head="mtp")
+    with pytest.raises(ConfigError, match="head must be one of medusa, eagle, eagle3, mtp"):
+        SpeculativeConfig(method="combined", head="mpt")
+
+
 def test_a_head_of_another_method_is_refused(target, folder):
     with pytest.raises(ModelError, match="no eagle3 head for this target"):
         other = SpeculativeConfig(method="eagle3", model=str(folder / "eagle"))
@@ -219,7 +260,7 @@ def test_the_memory_of_a_head_is_told(target, folder):
 
 @pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
 def test_methods_that_need_a_head_say_so(target, method):
-    with pytest.raises(ConfigError, match="needs model, the head's directory"):
+    with pytest.raises(ConfigError, match=f"{method} needs model, its directory"):
         build_engine(
             loaded(target, EOS),
             EngineConfig(kv_cache_memory=2**20),

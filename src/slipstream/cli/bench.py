@@ -117,11 +117,13 @@ def _peers(args: argparse.Namespace) -> int:
 
 def _methods(args: argparse.Namespace) -> list[str]:
     if args.methods == "all":
-        need_model = ("draft_model", "combined") if args.spec_model is None else ()
+        base = options.speculative_config(args)
+        has_model = base.model is not None and base.head is None
+        fits = {"draft_model": has_model, "combined": has_model or base.head is not None}
         return [
             method
             for method in METHODS
-            if method not in need_model
+            if fits.get(method, True)
             and (method not in HEAD_METHODS or shipped_head(args.model, method) is not None)
         ]
     methods = [method.strip() for method in args.methods.split(",")]
@@ -143,7 +145,9 @@ def _engines(args: argparse.Namespace, methods: list[str]) -> tuple[dict[str, "E
         # --spec-model is the draft model where a head comes with slipstream, else that head.
         has_own = method in HEAD_METHODS and shipped_head(args.model, method) is not None
         model = None if has_own else base.model
-        engines[method] = llm.another_engine(replace(base, method=method, model=model))
+        head = base.head if method == "combined" else None
+        settings = replace(base, method=method, model=model, head=head)
+        engines[method] = llm.another_engine(settings)
     return engines, llm
 
 

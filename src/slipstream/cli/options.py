@@ -180,7 +180,9 @@ def given_speculation(args: argparse.Namespace) -> dict[str, Any]:
         "num_speculative_tokens": args.spec_tokens,
     }
     given |= {key: value for key, value in short.items() if value is not None}
-    if given.get("model") is not None:
+    if given.get("head") is not None:
+        given.setdefault("method", "combined")
+    elif given.get("model") is not None:
         given.setdefault("method", "draft_model")
     return given
 

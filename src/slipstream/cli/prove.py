@@ -137,7 +137,7 @@ def _draft(llm: "LLM", speculative: "SpeculativeConfig") -> "LoadedModel | None"
     """The draft model, loaded like the target and where that is."""
     from slipstream.build import load
 
-    if speculative.model is None or speculative.has_head:
+    if speculative.model is None or speculative.head_kind:
         return None
     device = llm.loaded.model.device.type
     return load(speculative.model, device=device, dtype=llm.dtype, quiet=llm.quiet)

@@ -42,6 +42,8 @@ class SpeculativeConfig:
         model: the draft model, for draft_model and combined; the head, for the kinds of heads.
             Without one, the head is that which comes with slipstream, or an mtp of the target's own
             checkpoint.
+        head: for combined, the kind of a draft head that takes the draft model's place; `model`
+            then names it.
         num_speculative_tokens: most drafted tokens per sequence and step. 0 is off; None leaves
             it to the method.
         controller: "auto" chooses every step from measured cost and live acceptance; "fixed"
@@ -60,6 +62,7 @@ class SpeculativeConfig:
 
     method: str = "auto"
     model: str | None = None
+    head: str | None = None
     num_speculative_tokens: int | None = None
     controller: str = "auto"
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int | None, int], ...] = CLASSIC_TABLE
@@ -85,6 +88,9 @@ class SpeculativeConfig:
             self.prompt_lookup_max,
             f"at least prompt_lookup_min ({self.prompt_lookup_min})",
         )
+        if self.head is not None:
+            _choice("head", self.head, HEAD_METHODS)
+            _require(self.method == "combined", "method", self.method, "combined beside a head")
         if self.method == "draft_model" and self.model is None:
             raise ConfigError("method draft_model needs model, the draft model's name")
         if self.rejection_sample_method == "block" and self.tree is not None:
@@ -95,9 +101,9 @@ class SpeculativeConfig:
         return self.method == "off" or self.num_speculative_tokens == 0
 
     @property
-    def has_head(self) -> bool:
-        """Whether drafts come from a head on the target, and `model` names that."""
-        return self.method in HEAD_METHODS
+    def head_kind(self) -> str | None:
+        """The kind of the head on the target that drafts, which `model` then names."""
+        return self.method if self.method in HEAD_METHODS else self.head
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "SpeculativeConfig":

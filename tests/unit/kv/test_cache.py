@@ -75,9 +75,7 @@ def test_bytes_per_block_is_what_the_pool_takes(dtype: torch.dtype) -> None:
     assert per_block * SHAPE["num_blocks"] == cache.pool.nbytes
 
 
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="resident memory is asked of Linux"
-)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 def test_a_pool_takes_memory_as_it_is_written() -> None:
     process = psutil.Process()
     before = process.memory_info().rss

@@ -7,6 +7,9 @@ BIN := .venv/bin
 
 demo: .venv/ready
 	$(BIN)/slipstream generate "What is the capital of France, and what is it known for?" --max-tokens 96
+	# What drafting gains here: lookup in the text, then lookup and a head that comes with slipstream.
+	$(BIN)/slipstream bench --methods suffix,combined --limit 3 --max-tokens 96 --rounds 1 \
+	  --speculative-config '{"head": "mtp", "controller": "fixed", "num_speculative_tokens": 6}'
 
 test: .venv/ready lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto

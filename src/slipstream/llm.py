@@ -90,14 +90,12 @@ class LLM:
 
     def another_engine(self, speculative: SpeculativeConfig) -> Engine:
         """An engine of its own around the same loaded model; draft models are loaded once."""
-        draft = None
-        if not (speculative.model is None or speculative.is_off or speculative.head_kind):
-            if speculative.model not in self._drafts:
+        draft, name = None, speculative.draft_model
+        if name is not None:
+            if name not in self._drafts:
                 device = self.loaded.model.device.type
-                self._drafts[speculative.model] = load(
-                    speculative.model, device=device, dtype=self.dtype, quiet=self.quiet
-                )
-            draft = self._drafts[speculative.model]
+                self._drafts[name] = load(name, device=device, dtype=self.dtype, quiet=self.quiet)
+            draft = self._drafts[name]
         return build_engine(self.loaded, self.config, speculative, draft=draft)
 
     def generate(

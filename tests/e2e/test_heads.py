@@ -235,11 +235,15 @@ def test_a_head_drafts_where_lookup_is_not_sure(target, folder, plain, kind, tre
     assert draft_bytes(drafter) == draft_bytes(drafter.model) > 0
 
 
-def test_a_head_belongs_to_combined():
-    with pytest.raises(ConfigError, match="method must be combined beside a head, not 'suffix'"):
-        SpeculativeConfig(method="suffix", head="mtp")
+def test_combined_knows_whom_it_asks():
     with pytest.raises(ConfigError, match="head must be one of medusa, eagle, eagle3, mtp"):
         SpeculativeConfig(method="combined", head="mpt")
+    beside_a_head = SpeculativeConfig(method="combined", head="mtp", model="M")
+    assert (beside_a_head.head_kind, beside_a_head.draft_model) == ("mtp", None)
+    beside_a_model = SpeculativeConfig(method="combined", model="M")
+    assert (beside_a_model.head_kind, beside_a_model.draft_model) == (None, "M")
+    by_lookup = SpeculativeConfig(method="suffix", head="mtp", model="M")
+    assert (by_lookup.head_kind, by_lookup.draft_model) == (None, None)
 
 
 def test_a_head_of_another_method_is_refused(target, folder):

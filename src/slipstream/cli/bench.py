@@ -145,9 +145,7 @@ def _engines(args: argparse.Namespace, methods: list[str]) -> tuple[dict[str, "E
         # --spec-model is the draft model where a head comes with slipstream, else that head.
         has_own = method in HEAD_METHODS and shipped_head(args.model, method) is not None
         model = None if has_own else base.model
-        head = base.head if method == "combined" else None
-        settings = replace(base, method=method, model=model, head=head)
-        engines[method] = llm.another_engine(settings)
+        engines[method] = llm.another_engine(replace(base, method=method, model=model))
     return engines, llm
 
 

@@ -137,10 +137,10 @@ def _draft(llm: "LLM", speculative: "SpeculativeConfig") -> "LoadedModel | None"
     """The draft model, loaded like the target and where that is."""
     from slipstream.build import load
 
-    if speculative.model is None or speculative.head_kind:
+    if speculative.draft_model is None:
         return None
     device = llm.loaded.model.device.type
-    return load(speculative.model, device=device, dtype=llm.dtype, quiet=llm.quiet)
+    return load(speculative.draft_model, device=device, dtype=llm.dtype, quiet=llm.quiet)
 
 
 def _ids(llm: "LLM", prompt: str, args: argparse.Namespace) -> list[int]:

@@ -90,7 +90,6 @@ class SpeculativeConfig:
         )
         if self.head is not None:
             _choice("head", self.head, HEAD_METHODS)
-            _require(self.method == "combined", "method", self.method, "combined beside a head")
         if self.method == "draft_model" and self.model is None:
             raise ConfigError("method draft_model needs model, the draft model's name")
         if self.rejection_sample_method == "block" and self.tree is not None:
@@ -103,7 +102,15 @@ class SpeculativeConfig:
     @property
     def head_kind(self) -> str | None:
         """The kind of the head on the target that drafts, which `model` then names."""
-        return self.method if self.method in HEAD_METHODS else self.head
+        if self.method == "combined":
+            return self.head
+        return self.method if self.method in HEAD_METHODS else None
+
+    @property
+    def draft_model(self) -> str | None:
+        """The name of the model that drafts, if one does."""
+        may = self.method in ("auto", "draft_model", "combined") and self.head_kind is None
+        return self.model if may and not self.is_off else None
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "SpeculativeConfig":

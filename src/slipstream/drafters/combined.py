@@ -5,6 +5,7 @@ and is right half of the time anywhere. So each sequence's lookup is asked first
 expects to have accepted, and the model drafts only where it has been doing better lately.
 """
 
+import math
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -46,8 +47,10 @@ class CombinedDrafter:
             self.lookup.propose_scored(seq, budget) if budget else (NO_DRAFT, 0.0)
             for seq, budget in zip(seqs, budgets, strict=True)
         ]
+        # A token more than it has been right about: what lookup may try would be waste of a model.
+        most = math.ceil(self._model_gain) + 1
         wanted = [
-            budget if gain * _WORTH_OF_FREE < min(self._model_gain, budget) else 0
+            min(budget, most) if gain * _WORTH_OF_FREE < min(self._model_gain, budget) else 0
             for (_, gain), budget in zip(found, budgets, strict=True)
         ]
         modelled = self.model.propose(seqs, wanted)

@@ -254,7 +254,9 @@ def make_drafter(
         )
     else:
         network = make_model_drafter(speculative, loaded, draft, config, context_length)
-    return CombinedDrafter(suffix, network, merge=trees) if method == "combined" else network
+    if method != "combined":
+        return network
+    return CombinedDrafter(suffix, network, merge=trees, in_chains=speculative.tree is None)
 
 
 def make_model_drafter(

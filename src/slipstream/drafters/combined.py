@@ -17,6 +17,7 @@ from slipstream.drafters.base import Drafter
 # A free draft is preferred to a better one that costs passes of a model.
 _WORTH_OF_FREE = 1.5
 _MEMORY = 0.95  # weight of the past in the model's running mean
+_MEMORY_OF_REACH = 0.9
 
 
 class ScoredDrafter(Drafter, Protocol):
@@ -32,30 +33,42 @@ class CombinedDrafter:
         lookup: free and sometimes right.
         model: costly and often right.
         merge: where both draft, offer their union as a tree. Only `match` judges such drafts.
+        in_chains: the model drafts chains. They are no longer than has been of use, however much
+            lookup may try.
     """
 
-    def __init__(self, lookup: ScoredDrafter, model: Drafter, *, merge: bool = False):
+    def __init__(
+        self,
+        lookup: ScoredDrafter,
+        model: Drafter,
+        *,
+        merge: bool = False,
+        in_chains: bool = True,
+    ):
         self.lookup = lookup
         self.model = model
         self.merge = merge
+        self.in_chains = in_chains
         self.taps: Seq[int] = tuple({*lookup.taps, *model.taps})
         self._model_gain = 2.0  # accepted tokens of the model's drafts, a running mean
-        self._drafted_by_model: set[int] = set()
+        self._model_reach = 4.0  # the same, where a draft accepted in full counts one more
+        self._drafted_by_model: dict[int, int] = {}  # how many tokens for whom
 
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
         found = [
             self.lookup.propose_scored(seq, budget) if budget else (NO_DRAFT, 0.0)
             for seq, budget in zip(seqs, budgets, strict=True)
         ]
-        # A token more than it has been right about: what lookup may try would be waste of a model.
-        most = math.ceil(self._model_gain) + 1
+        most = math.ceil(self._model_reach) if self.in_chains else max(budgets, default=0)
         wanted = [
             min(budget, most) if gain * _WORTH_OF_FREE < min(self._model_gain, budget) else 0
             for (_, gain), budget in zip(found, budgets, strict=True)
         ]
         modelled = self.model.propose(seqs, wanted)
         self._drafted_by_model = {
-            seq.seq_id for seq, draft in zip(seqs, modelled, strict=True) if draft.token_ids
+            seq.seq_id: len(draft)
+            for seq, draft in zip(seqs, modelled, strict=True)
+            if draft.token_ids
         }
         return [
             self._choose(free, costly, budget)
@@ -68,8 +81,13 @@ class CombinedDrafter:
         self.lookup.observe(seqs, target, verdicts)
         self.model.observe(seqs, target, verdicts)
         for seq, verdict in zip(seqs, verdicts, strict=True):
-            if verdict is not None and seq.seq_id in self._drafted_by_model:
-                self._model_gain += (1 - _MEMORY) * (len(verdict.path) - self._model_gain)
+            drafted = self._drafted_by_model.get(seq.seq_id)
+            if verdict is None or drafted is None:
+                continue
+            gain = len(verdict.path)
+            reach = gain + (gain >= drafted)
+            self._model_gain += (1 - _MEMORY) * (gain - self._model_gain)
+            self._model_reach += (1 - _MEMORY_OF_REACH) * (reach - self._model_reach)
 
     def forget(self, seq_id: int) -> None:
         self.lookup.forget(seq_id)

@@ -63,6 +63,29 @@ def test_a_model_that_is_always_wrong_loses_its_turn():
     assert model.asked[-1] == [0]
 
 
+@pytest.mark.parametrize(("num_right", "asked"), [(0, 1), (1, 2), (4, 5), (8, 8)])
+def test_chains_of_the_model_are_as_long_as_they_are_of_use(num_right, asked):
+    def draft_for_all(seqs, budgets):
+        model.asked.append(list(budgets))
+        return [Draft([1] * budget, list(range(-1, budget - 1))) for budget in budgets]
+
+    model = Scripted(NO_DRAFT)
+    model.propose = draft_for_all
+    combined = CombinedDrafter(Scripted(NO_DRAFT, -1.0), model)
+    for _ in range(100):
+        combined.propose([SEQ], [8])
+        path = list(range(min(num_right, *model.asked[-1])))
+        combined.observe([SEQ], None, [Verdict(path, 0)])
+    assert model.asked[-1] == [asked]
+
+
+def test_trees_of_the_model_are_its_own_affair():
+    model = Scripted(COSTLY)
+    combined = CombinedDrafter(Scripted(FREE), model, in_chains=False)
+    combined.propose([SEQ], [16])
+    assert model.asked == [[16]]
+
+
 def test_both_forget():
     lookup, model = Scripted(FREE), Scripted(COSTLY)
     CombinedDrafter(lookup, model).forget(3)

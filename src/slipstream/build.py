@@ -351,9 +351,8 @@ def _most_tokens(speculative: SpeculativeConfig) -> int:
         return speculative.num_speculative_tokens
     if speculative.tree is not None:
         return speculative.tree.max_tokens
-    method = speculative.method
-    is_lookup = method in ("ngram", "suffix") or (method == "auto" and speculative.model is None)
-    is_free = is_lookup and speculative.controller == "auto"
+    looks_up = speculative.method in ("auto", "ngram", "suffix", "combined")
+    is_free = looks_up and speculative.controller == "auto"
     return DEFAULT_LOOKUP_TOKENS if is_free else DEFAULT_DRAFT_TOKENS
 
 

@@ -19,6 +19,7 @@ from slipstream.core.errors import ModelError
 from slipstream.core.speculative import SpeculativeConfig
 from slipstream.drafters.synthetic import SyntheticDrafter
 from slipstream.loading.directory import ModelDirectory, read_config
+from slipstream.loading.head_files import write_head
 from slipstream.loading.heads import load_head
 from slipstream.loading.weights import load_model, parameter_slots
 
@@ -186,6 +187,35 @@ def test_routers_stay_in_float32(checkpoint):
     assert {each.dtype for each in router.parameters()} == {torch.float32}
     assert model.model.layers[1].mlp.experts[0].down_proj.weight.dtype == torch.bfloat16
     assert reference.logits(model, [1, 2, 3]).isfinite().all()
+
+
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"rope_scaling": YARN}, {"q_lora_rank": None}])
+def test_a_written_module_is_read_back(target, checkpoint, tmp_path, changes):
+    head = load_head("mtp", checkpoint, target)
+    shape = read_config(CONFIG | changes)
+    write_head(head, tmp_path, shape)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert read_config(raw) == shape
+    assert raw["num_nextn_predict_layers"] == 1
+    if not changes:
+        again = load_head("mtp", tmp_path, target)
+        slots = zip(parameter_slots(again), parameter_slots(head), strict=True)
+        for (name, ours), (_, theirs) in slots:
+            assert torch.equal(ours, theirs), name
+        ids, features = torch.tensor([3, 9, 1]), torch.randn(3, 16, dtype=torch.float64)
+        outputs = [each(ids, features, torch.arange(3), heads.dense) for each in (again, head)]
+        assert torch.equal(*outputs)
 
 
 def test_the_module_is_what_its_definition_says(target, checkpoint, module):

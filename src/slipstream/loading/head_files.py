@@ -1,6 +1,7 @@
 """Writing draft heads in the formats `heads` reads, and for vLLM in that of `speculators`."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from slipstream.core.config import ModelConfig, RopeScaling
+from slipstream.core.config import ModelConfig, RopeScaling, YarnScaling
 from slipstream.core.errors import ModelError
 from slipstream.loading.heads import Head
 from slipstream.loading.weights import parameter_slots
@@ -130,8 +131,6 @@ def _layer_json(config: ModelConfig) -> dict[str, Any]:
             "this model's rotary factors have no name in config.json; load the target from its "
             "safetensors directory"
         )
-    if config.latent is not None:
-        raise ModelError("heads of deepseek_v3 models are read, not written")
     raw: dict[str, Any] = {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
@@ -148,6 +147,8 @@ def _layer_json(config: ModelConfig) -> dict[str, Any]:
         "attention_bias": config.output_bias,
         "tie_word_embeddings": config.tied,
     }
+    if config.latent is not None:
+        raw |= _deepseek_json(config)
     if isinstance(config.rope_scaling, RopeScaling):
         raw["rope_scaling"] = {
             "rope_type": "llama3",
@@ -156,9 +157,56 @@ def _layer_json(config: ModelConfig) -> dict[str, Any]:
             "high_freq_factor": config.rope_scaling.high_freq_factor,
             "original_max_position_embeddings": config.rope_scaling.original_context,
         }
+    elif isinstance(config.rope_scaling, YarnScaling):
+        share = _yarn_share(config, config.rope_scaling.factor)
+        raw["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": config.rope_scaling.factor,
+            "beta_fast": config.rope_scaling.beta_fast,
+            "beta_slow": config.rope_scaling.beta_slow,
+            "original_max_position_embeddings": config.rope_scaling.original_context,
+            "mscale": share,
+            "mscale_all_dim": share,
+        }
     elif config.rope_linear_factors[-1] != 1.0:
         raw["rope_scaling"] = {"rope_type": "linear", "factor": config.rope_linear_factors[-1]}
     return raw
+
+
+def _deepseek_json(config: ModelConfig) -> dict[str, Any]:
+    """What a DeepSeek-V3 has besides: its latent and its experts."""
+    latent, experts = config.latent, config.experts
+    assert latent is not None
+    assert experts is not None
+    return {
+        "num_key_value_heads": config.num_heads,
+        "head_dim": latent.rotary_dim,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.rank,
+        "qk_nope_head_dim": latent.content_dim,
+        "qk_rope_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "rope_interleave": latent.is_interleaved,
+        "first_k_dense_replace": experts.first_layer,
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_chosen,
+        "n_group": experts.num_groups,
+        "topk_group": experts.num_chosen_groups,
+        "n_shared_experts": experts.num_shared,
+        "moe_intermediate_size": experts.size,
+        "routed_scaling_factor": experts.scale,
+        "norm_topk_prob": experts.is_normalised,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+
+
+def _yarn_share(config: ModelConfig, factor: float) -> float:
+    """How far YaRN sharpens softmax, `mscale_all_dim`; 1 where it does not say."""
+    if config.latent is None or factor <= 1.0:
+        return 1.0
+    plain = (config.latent.content_dim + config.latent.rotary_dim) ** -0.5
+    return round((math.sqrt(config.attention_scale / plain) - 1.0) / (0.1 * math.log(factor)), 9)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

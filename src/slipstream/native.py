@@ -4,6 +4,7 @@ They come with the package where it was built by a C++ compiler. The environment
 `SLIPSTREAM_KERNELS` chooses: `torch` does without them, the name of an instruction set forces it.
 """
 
+import hashlib
 import os
 from functools import cache
 from importlib import import_module
@@ -52,6 +53,15 @@ def is_available() -> bool:
 def is_missing() -> bool:
     """Whether they are not there although nobody chose to do without them."""
     return module() is None and os.environ.get(VARIABLE, "auto") != "torch"
+
+
+def digest() -> str:
+    """Of the module's file, empty without one: another build has other costs."""
+    native = module()
+    if native is None or native.__file__ is None:
+        return ""
+    with open(native.__file__, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def describe() -> str:

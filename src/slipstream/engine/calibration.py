@@ -69,7 +69,7 @@ def cache_key(runner: ModelRunner) -> dict[str, Any]:
         "model": repr(runner.model.config),
         "weight_bytes": runner.model.weight_bytes,
         "dtype": runner.model.kind,
-        "kernels": native.describe(),
+        "kernels": [native.describe(), native.digest()],
         "device": device.type,
         "machine": machine,
         "threads": native.num_threads(),

@@ -28,7 +28,7 @@ from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.step import Parts
 from slipstream.engine.verifier import Verifier, make_verifier
 from slipstream.kv.blocks import BlockManager
-from slipstream.kv.cache import KVCache
+from slipstream.kv.cache import KVCache, promised_bytes
 from slipstream.loading.chat import ChatTemplate
 from slipstream.loading.directory import ModelDirectory
 from slipstream.loading.gguf import GGUFFile
@@ -385,7 +385,9 @@ def _num_blocks(config: EngineConfig, context_length: int, built: CausalLM) -> i
         if built.device.type == "cuda":
             free_bytes = torch.cuda.mem_get_info(built.device)[0]
         else:
-            free_bytes = psutil.virtual_memory().available
+            available = psutil.virtual_memory().available
+            # What is written of other pools is counted twice, which must not end in nothing.
+            free_bytes = max(available - promised_bytes(), available // 4)
         enough = config.max_num_seqs * -(-context_length // config.block_size)
         num_blocks = min(int(free_bytes * config.kv_cache_share) // bytes_per_block, enough)
     if num_blocks < 1:

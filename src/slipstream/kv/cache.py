@@ -10,11 +10,19 @@ import math
 import mmap
 import os
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from slipstream.core.config import ModelConfig
+
+_on_cpu: "WeakSet[KVCache]" = WeakSet()
+
+
+def promised_bytes() -> int:
+    """Of all pools in main memory: the system counts what is not yet written of them as free."""
+    return sum(cache.pool.nbytes for cache in _on_cpu)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -55,6 +63,8 @@ class KVCache:
     ):
         shape = (num_layers, num_planes, num_blocks, block_size, num_kv_heads, head_dim)
         self.pool = _zeros(shape, dtype, torch.device(device))
+        if self.pool.device.type == "cpu":
+            _on_cpu.add(self)
         self._slots = self.pool.flatten(2, 3)  # [L, 2 or 1, num_slots, H_kv, D]
 
     @classmethod

@@ -1,12 +1,13 @@
 """Where K/V lands in the pool, and that copies and moves read before they write."""
 
+import gc
 import sys
 
 import psutil
 import pytest
 import torch
 
-from slipstream.kv.cache import KVCache
+from slipstream.kv.cache import KVCache, promised_bytes
 
 SHAPE = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 4, "num_blocks": 5, "block_size": 2}
 
@@ -84,3 +85,12 @@ def test_a_pool_takes_memory_as_it_is_written() -> None:
     assert not keys[-1].any()
     assert cache.pool.nbytes > 2**28
     assert process.memory_info().rss - before < 2**26
+
+
+def test_pools_count_as_taken_while_they_live() -> None:
+    gc.collect()  # what other tests left behind
+    before = promised_bytes()
+    cache = KVCache(**SHAPE, dtype=torch.float32, device="cpu")
+    assert promised_bytes() - before == cache.pool.nbytes
+    del cache
+    assert promised_bytes() == before

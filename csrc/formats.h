@@ -26,6 +26,7 @@ namespace slipstream {
 constexpr int kTileRows = 16;
 constexpr int kGroup = 32;   // columns that share an activation scale
 constexpr int kQuads = 8;    // per group
+constexpr int kOffsets[] = {8, 16, 32, 128};
 
 enum class Format : int { q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, f32, f16, bf16 };
 
@@ -41,12 +42,13 @@ struct Layout {
                               : format == Format::q6_k                              ? 6
                               : format == Format::q5_0 || format == Format::q5_1 || format == Format::q5_k ? 5
                                                                                     : 4;
-  // A code stands for code - offset.
-  static constexpr int offset = format == Format::q4_0   ? 8
-                                : format == Format::q5_0 ? 16
-                                : format == Format::q6_k ? 32
-                                : format == Format::q8_0 ? 128
-                                                         : 0;
+  // Which of kOffsets is taken off a code, or -1.
+  static constexpr int offset_index = format == Format::q4_0   ? 0
+                                      : format == Format::q5_0 ? 1
+                                      : format == Format::q6_k ? 2
+                                      : format == Format::q8_0 ? 3
+                                                               : -1;
+  static constexpr int offset = offset_index < 0 ? 0 : kOffsets[offset_index < 0 ? 0 : offset_index];
   static constexpr int code_bytes = kTileRows * kGroup * bits / 8;
   static constexpr int groups = is_k ? 8 : 1;  // per span
   static constexpr int columns = groups * kGroup;

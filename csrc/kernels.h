@@ -4,18 +4,23 @@
 // sequences computed beside it: that is what makes equal tokens equal bit for bit.
 #pragma once
 #include <cstdint>
+#include <iterator>
 
 #include "formats.h"
 
 namespace slipstream {
 
-// Rows of activations as 8-bit codes; a group of 32 columns shares a scale.
+// Rows of activations as 8-bit codes; a group of 32 columns shares a scale. Rows lie in blocks: the
+// first groups of all rows of a block side by side, then their second groups, and so on, so that
+// what a tile of weights meets is read from front to back. For each block of B rows:
 struct Activations {
-  int64_t rows, columns;
-  int8_t* codes;    // [rows, columns]
-  float* scales;    // [rows, columns / 32]
-  float* totals;    // [rows, columns / 32]: scale times the sum of the codes
-  int32_t* sums;    // [rows, columns / 16]: of the codes of half a group
+  int64_t rows, columns, block;  // the last block may have fewer rows
+  int8_t* codes;    // [columns / 32, B, 32]
+  float* scales;    // [columns / 32, B]
+  float* totals;    // [columns / 32, B]: scale times the sum of the codes
+  // Where integer sums begin for weights with each of kOffsets, or null: [columns / 32, B]; of
+  // Q6_K's offset, whose groups are halved, [columns / 32, 2, B].
+  int32_t* starts[std::size(kOffsets)];
 };
 
 // Rows of floats inside a wider buffer.
@@ -60,6 +65,9 @@ class Finishers;  // sample.h
 
 struct Kernels {
   const char* name;
+
+  // How many of so many rows of activations make a block.
+  int64_t (*block_rows)(int64_t rows);
 
   // Codes of rows [begin, end), groups [first, last); x begins at column 32 * first.
   void (*quantize)(Rows x, const Activations& out, int64_t begin, int64_t end, int64_t first, int64_t last);

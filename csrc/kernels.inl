@@ -20,7 +20,7 @@ namespace {
 template <class L>
 struct PackedReader {
   static constexpr bool has_min = L::has_min, is_halved = L::is_halved, is_wide = L::bits == 8;
-  static constexpr int offset = L::offset;
+  static constexpr int offset_index = L::offset_index;
   const uint8_t* p;
   int group = 0;  // within the span
   F d, dmin;
@@ -50,16 +50,17 @@ struct PackedReader {
       return;
     }
     Bytes x = load_bytes(codes + 64 * c);
+    if constexpr (L::bits == 6) {
+      Bytes high = load_bytes(codes + 256 + 64 * (c / 2));
+      first = c % 2 ? six_bits<0, 4>(x, high) : six_bits<0, 0>(x, high);
+      second = c % 2 ? six_bits<4, 6>(x, high) : six_bits<4, 2>(x, high);
+      return;
+    }
     first = low_nibbles(x);
     second = high_nibbles(x);
     if constexpr (L::bits == 5) {
       first = with_fifth_bit(first, codes + 256 + 16 * c);
       second = with_fifth_bit(second, codes + 256 + 16 * c + 8);
-    }
-    if constexpr (L::bits == 6) {
-      Bytes high = load_bytes(codes + 256 + 64 * (c / 2));
-      first = c % 2 ? with_two_bits<4>(first, high) : with_two_bits<0>(first, high);
-      second = c % 2 ? with_two_bits<6>(second, high) : with_two_bits<2>(second, high);
     }
   }
   F scale(int half) const {
@@ -82,7 +83,7 @@ struct PackedReader {
 template <class L>
 struct UnpackedReader {
   static constexpr bool has_min = L::has_min, is_halved = L::is_halved, is_wide = L::bits == 8;
-  static constexpr int offset = L::offset;
+  static constexpr int offset_index = L::offset_index;
   static constexpr int group_bytes = 512 + 64 * (1 + (has_min || is_halved));
   const uint8_t* p;
 
@@ -125,15 +126,16 @@ struct UnpackingReader : PackedReader<L> {
   }
 };
 
-// N rows of activations times one tile. Integers within a group are exact; floats are added group
-// by group.
+// A block of N rows of activations, from `row` on, times one tile. Integers within a group are
+// exact; floats are added group by group.
 template <int N, class Reader>
 inline void tile_rows(Reader w, const Activations& x, int64_t row, float* out) {
   constexpr int halves = Reader::is_halved ? 2 : 1;
-  const int64_t groups = x.columns / kGroup;
-  const int8_t* codes = x.codes + row * x.columns;
-  const float *scales = x.scales + row * groups, *totals = x.totals + row * groups;
-  const int32_t* sums = x.sums + row * groups * 2;
+  constexpr bool has_offset = Reader::offset_index >= 0;
+  const int64_t groups = x.columns / kGroup, first = row * groups;
+  const int8_t* codes = x.codes + first * kGroup;
+  const float *scales = x.scales + first, *totals = x.totals + first;
+  const int32_t* starts = has_offset ? x.starts[Reader::offset_index] + first * halves : nullptr;
   F acc[N];
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n) acc[n] = zero();
@@ -143,32 +145,30 @@ inline void tile_rows(Reader w, const Activations& x, int64_t row, float* out) {
     for (int half = 0; half < halves; ++half) {
       I products[N];
 #pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) {
-        const int32_t* sum = sums + n * groups * 2 + 2 * g;
-        int32_t all_codes = Reader::is_halved ? sum[half] : sum[0] + sum[1];
-        products[n] = all(Reader::offset ? -Reader::offset * all_codes : 0);
-      }
+      for (int n = 0; n < N; ++n) products[n] = all(has_offset ? starts[half * N + n] : kIntegerZero);
 #pragma GCC unroll 4
       for (int c = 4 / halves * half; c < 4 / halves * (half + 1); ++c) {
         Bytes first, second;
         w.pair(c, first, second);
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) {
-          const int8_t* quads = codes + n * x.columns + g * kGroup + 8 * c;
-          products[n] = dot<Reader::is_wide>(products[n], first, quads);
-          products[n] = dot<Reader::is_wide>(products[n], second, quads + 4);
+          products[n] = dot<Reader::is_wide>(products[n], first, codes + n * kGroup + 8 * c);
+          products[n] = dot<Reader::is_wide>(products[n], second, codes + n * kGroup + 8 * c + 4);
         }
       }
-      F scale = w.scale(half);
+      const F scale = w.scale(half), nothing = scaled_zero(scale);
 #pragma GCC unroll 16
-      for (int n = 0; n < N; ++n)
-        acc[n] = fma(to_float(products[n]), mul(scale, all(scales[n * groups + g])), acc[n]);
+      for (int n = 0; n < N; ++n) acc[n] = fma(scaled(products[n], scale, nothing), all(scales[n]), acc[n]);
     }
     if constexpr (Reader::has_min) {
       F min = w.min();
 #pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) acc[n] = fma(min, all(totals[n * groups + g]), acc[n]);
+      for (int n = 0; n < N; ++n) acc[n] = fma(min, all(totals[n]), acc[n]);
     }
+    codes += N * kGroup;
+    scales += N;
+    totals += N;
+    if (has_offset) starts += N * halves;
   }
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n) store(out + n * kTileRows, acc[n]);
@@ -181,21 +181,25 @@ void with_count(int64_t count, Function&& f) {
   else if constexpr (Most > 1) with_count<Most - 1>(count, f);
 }
 
-// Rows in blocks as even as can be, or in one. The first of many unpacks the tile, beside its
-// arithmetic; of two, storing and loading would cost what it saves.
+// Blocks are as even as can be.
+int64_t block_rows(int64_t rows) {
+  if (rows <= kRowsAlone) return rows;
+  const int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;
+  return (rows + blocks - 1) / blocks;
+}
+
+// The first of many blocks unpacks the tile, beside its arithmetic; of two, storing and loading
+// would cost what it saves.
 template <class L>
 void packed_tile(const uint8_t* tile, const Activations& x, float* out, uint8_t* scratch) {
-  const int64_t blocks = x.rows <= kRowsAlone ? 1 : (x.rows + kMaxRows - 1) / kMaxRows;
-  for (int64_t b = 0, row = 0; b < blocks; ++b) {
-    const int64_t count = (x.rows - row + blocks - b - 1) / (blocks - b);
-    with_count<kRowsAlone>(count, [&](auto n) {
+  for (int64_t row = 0; row < x.rows; row += x.block) {
+    with_count<kRowsAlone>(std::min(x.block, x.rows - row), [&](auto n) {
       constexpr int N = decltype(n)::value;
       float* to = out + row * kTileRows;
-      if (blocks <= 2) tile_rows<N>(PackedReader<L>(tile), x, row, to);
-      else if (b == 0) tile_rows<N>(UnpackingReader<L>(tile, scratch), x, row, to);
+      if (x.rows <= 2 * x.block) tile_rows<N>(PackedReader<L>(tile), x, row, to);
+      else if (row == 0) tile_rows<N>(UnpackingReader<L>(tile, scratch), x, row, to);
       else tile_rows<N>(UnpackedReader<L>(scratch), x, row, to);
     });
-    row += count;
   }
 }
 
@@ -252,9 +256,11 @@ void float_tile(Format format, const uint8_t* tile, Rows x, int64_t rows, int64_
 void quantize(Rows x, const Activations& out, int64_t begin, int64_t end, int64_t first_group, int64_t last_group) {
   const int64_t groups = out.columns / kGroup;
   for (int64_t row = begin; row < end; ++row) {
+    const int64_t block = row / out.block * out.block, in_block = row - block;
+    const int64_t width = std::min(out.block, out.rows - block);
     const float* in = x.row(row);
-    int8_t* codes = out.codes + row * out.columns + first_group * kGroup;
-    for (int64_t g = first_group; g < last_group; ++g, in += kGroup, codes += kGroup) {
+    for (int64_t g = first_group; g < last_group; ++g, in += kGroup) {
+      const int64_t at = block * groups + g * width + in_block;
       F a = load(in), b = load(in + 16);
       // Zero, or NaN where anything is not finite, which the scale then carries on.
       float taint = sum(mul(add(mul(a, zero()), mul(b, zero())), zero()));
@@ -263,13 +269,21 @@ void quantize(Rows x, const Activations& out, int64_t begin, int64_t end, int64_
       F inverse = all(scale >= FLT_MIN ? 1.0f / scale : 0.0f);
       I first = to_int(max(min(mul(a, inverse), all(127.0f)), all(-127.0f)));
       I second = to_int(max(min(mul(b, inverse), all(127.0f)), all(-127.0f)));
-      store_i8(codes, first);
-      store_i8(codes + 16, second);
-      int32_t* sums = out.sums + (row * groups + g) * 2;
-      sums[0] = sum(first);
-      sums[1] = sum(second);
-      out.scales[row * groups + g] = scale;
-      out.totals[row * groups + g] = scale * (float)(sums[0] + sums[1]);
+      store_i8(out.codes + at * kGroup, first);
+      store_i8(out.codes + at * kGroup + 16, second);
+      const int32_t sums[2] = {sum(first), sum(second)};
+      out.scales[at] = scale;
+      out.totals[at] = scale * (float)(sums[0] + sums[1]);
+      for (size_t i = 0; i < std::size(kOffsets); ++i) {
+        if (!out.starts[i]) continue;
+        if (i != (size_t)Layout<Format::q6_k>::offset_index) {
+          out.starts[i][at] = kIntegerZero - kOffsets[i] * (sums[0] + sums[1]);
+        } else {
+          int32_t* starts = out.starts[i] + 2 * (at - in_block) + in_block;
+          starts[0] = kIntegerZero - kOffsets[i] * sums[0];
+          starts[width] = kIntegerZero - kOffsets[i] * sums[1];
+        }
+      }
     }
   }
 }
@@ -641,7 +655,7 @@ void attend(const AttentionSpan& span, const Pages& pages, const AttentionShape&
 
 }  // namespace
 
-const Kernels kernels = {kName,      quantize, linear_tile, float_tile, rms_norm, rotate,  gated, add_rows,
+const Kernels kernels = {kName, block_rows, quantize, linear_tile, float_tile, rms_norm, rotate,  gated, add_rows,
                          scale_rows, narrow,   attend,      merge,      finish,   maximum, race};
 
 }  // namespace slipstream::SIMD

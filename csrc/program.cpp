@@ -35,12 +35,11 @@ struct Program::Context {
     return {program.memory_[view.buffer] + view.offset, program.widths_[view.buffer]};
   }
   Activations codes(int index) const {
-    return {rows,
-            program.code_columns_[index],
-            program.codes_[index].data(),
-            program.code_scales_[index].data(),
-            program.code_totals_[index].data(),
-            program.code_sums_[index].data()};
+    Codes& own = program.codes_[index];
+    Activations x{rows, own.columns, kernels.block_rows(rows), own.codes.data(), own.scales.data(), own.totals.data(), {}};
+    for (size_t i = 0; i < std::size(kOffsets); ++i)
+      if (own.has_starts[i]) x.starts[i] = own.starts[i].data();
+    return x;
   }
   // Calls f(row) for a share of all rows that is this thread's own.
   template <class Function>
@@ -358,9 +357,9 @@ int Program::buffer(int64_t width, bool is_picked) {
 }
 
 int Program::codes(int64_t columns) {
-  code_columns_.push_back(columns);
+  codes_.emplace_back().columns = columns;
   capacity_ = 0;
-  return (int)code_columns_.size() - 1;
+  return (int)codes_.size() - 1;
 }
 
 int Program::angles(std::vector<float> inverse_frequencies) {
@@ -402,6 +401,11 @@ void Program::quantize(View in, int out_codes) {
 
 void Program::linear(LinearOp linear) {
   scratch_columns_ = std::max(scratch_columns_, linear.columns);
+  for (const Part& part : linear.parts) {
+    const int index = with_layout(part.format, [](auto layout) { return decltype(layout)::offset_index; });
+    if (index >= 0) codes_[linear.codes].has_starts[index] = true;
+  }
+  capacity_ = 0;
   SLIPSTREAM_APPEND(Linear, linear.out, op->op = linear;);
 }
 
@@ -444,13 +448,17 @@ void Program::reserve(int64_t rows, int threads) {
     vectors.resize(count);
     for (size_t i = 0; i < count; ++i) vectors[i].resize((size_t)size(i));
   };
-  size_t codes = code_columns_.size(), angles = angle_frequencies_.size();
+  const size_t angles = angle_frequencies_.size();
   auto is_output = [&](size_t i) { return std::find(outputs_.begin(), outputs_.end(), (int)i) != outputs_.end(); };
   resize(buffers_, widths_.size(), [&](size_t i) { return is_output(i) ? 0 : rows * widths_[i]; });
-  resize(codes_, codes, [&](size_t i) { return rows * code_columns_[i]; });
-  resize(code_scales_, codes, [&](size_t i) { return rows * code_columns_[i] / kGroup; });
-  resize(code_totals_, codes, [&](size_t i) { return rows * code_columns_[i] / kGroup; });
-  resize(code_sums_, codes, [&](size_t i) { return rows * code_columns_[i] / kGroup * 2; });
+  for (Codes& own : codes_) {
+    const size_t size = (size_t)(rows * own.columns);
+    own.codes.resize(size);
+    own.scales.resize(size / kGroup);
+    own.totals.resize(size / kGroup);
+    for (size_t i = 0; i < std::size(kOffsets); ++i)
+      if (own.has_starts[i]) own.starts[i].resize(2 * size / kGroup);
+  }
   resize(cosines_, angles, [&](size_t i) { return rows * (int64_t)angle_frequencies_[i].size(); });
   resize(sines_, angles, [&](size_t i) { return rows * (int64_t)angle_frequencies_[i].size(); });
   resize(unpacked_, (size_t)threads, [&](size_t) { return linear_scratch_bytes(scratch_columns_); });

@@ -99,13 +99,22 @@ class Program {
   struct Add;
   struct Pick;
 
+  // What Activations points to.
+  struct Codes {
+    int64_t columns;
+    bool has_starts[std::size(kOffsets)] = {};  // which weights it meets
+    std::vector<int8_t> codes;
+    std::vector<float> scales, totals;
+    std::vector<int32_t> starts[std::size(kOffsets)];
+  };
+
   void append(std::unique_ptr<Op> op, View out);
   void reserve(int64_t rows, int threads);
   int64_t rows_of(int buffer, const Input& input) const {
     return is_picked_[buffer] ? input.picked_rows : input.rows;
   }
 
-  std::vector<int64_t> widths_, code_columns_;
+  std::vector<int64_t> widths_;
   std::vector<bool> is_picked_;
   std::vector<int> outputs_;
   std::vector<std::vector<float>> angle_frequencies_;
@@ -117,9 +126,7 @@ class Program {
   int num_threads_ = 0;
   std::vector<std::vector<float>> buffers_;
   std::vector<float*> memory_;  // where each buffer lies in this run
-  std::vector<std::vector<int8_t>> codes_;
-  std::vector<std::vector<float>> code_scales_, code_totals_;
-  std::vector<std::vector<int32_t>> code_sums_;
+  std::vector<Codes> codes_;
   std::vector<std::vector<float>> cosines_, sines_;
   // Of each thread.
   std::vector<std::vector<float>> attend_scratch_, tiles_;

@@ -99,7 +99,6 @@ inline float largest(F x) {
 }
 
 inline I all(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline I to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 inline int32_t sum(I x) {
   alignas(32) int32_t v[8];
@@ -135,13 +134,14 @@ inline Bytes with_fifth_bit(Bytes x, const uint8_t* p) {
   };
   return {half(x.a, p), half(x.b, p + 4)};
 }
-template <int Shift>
-inline Bytes with_two_bits(Bytes x, Bytes high) {
-  auto half = [](__m256i bytes, __m256i h) {
-    __m256i two = _mm256_and_si256(_mm256_srli_epi16(h, Shift), _mm256_set1_epi8(3));
-    return _mm256_or_si256(bytes, _mm256_slli_epi16(two, 4));
+template <int At, int Above>
+inline Bytes six_bits(Bytes low, Bytes high) {
+  auto half = [](__m256i l, __m256i h) {
+    l = _mm256_and_si256(_mm256_srli_epi16(l, At), _mm256_set1_epi8(15));
+    h = Above < 4 ? _mm256_slli_epi16(h, Above < 4 ? 4 - Above : 0) : _mm256_srli_epi16(h, Above < 4 ? 0 : Above - 4);
+    return _mm256_or_si256(l, _mm256_and_si256(h, _mm256_set1_epi8(48)));
   };
-  return {half(x.a, high.a), half(x.b, high.b)};
+  return {half(low.a, high.a), half(low.b, high.b)};
 }
 // Wide: bytes of w may exceed 127, so that pairs of products overflow 16 bits.
 template <bool Wide>
@@ -165,6 +165,12 @@ inline I dot(I acc, Bytes w, const int8_t* quad) {
   };
   return {half(acc.a, w.a), half(acc.b, w.b)};
 #endif
+}
+
+constexpr int32_t kIntegerZero = 0x4B400000;
+inline F scaled_zero(F scale) { return mul(scale, all(-0x1.8p23f)); }
+inline F scaled(I products, F scale, F zero) {
+  return fma({_mm256_castsi256_ps(products.a), _mm256_castsi256_ps(products.b)}, scale, zero);
 }
 
 inline F sums(const F* x) {

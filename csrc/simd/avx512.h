@@ -50,7 +50,6 @@ inline float sum(F x) { return _mm512_reduce_add_ps(x); }
 inline float largest(F x) { return _mm512_reduce_max_ps(x); }
 
 inline I all(int32_t x) { return _mm512_set1_epi32(x); }
-inline F to_float(I x) { return _mm512_cvtepi32_ps(x); }
 inline I to_int(F x) { return _mm512_cvtps_epi32(x); }  // to nearest, ties to even
 inline int32_t sum(I x) { return _mm512_reduce_add_epi32(x); }
 
@@ -64,11 +63,14 @@ inline Bytes with_fifth_bit(Bytes x, const uint8_t* p) {
   std::memcpy(&bits, p, 8);
   return _mm512_mask_add_epi8(x, bits, x, _mm512_set1_epi8(16));
 }
-// Bits 4 and 5 of every byte from bits `Shift` and `Shift + 1` of high's.
-template <int Shift>
-inline Bytes with_two_bits(Bytes x, Bytes high) {
-  Bytes two = _mm512_and_si512(_mm512_srli_epi16(high, Shift), _mm512_set1_epi8(3));
-  return _mm512_or_si512(x, _mm512_slli_epi16(two, 4));
+// Four bits of every byte of `low`, from bit `At` on, and above them two of `high`'s from bit `Above` on.
+template <int At, int Above>
+inline Bytes six_bits(Bytes low, Bytes high) {
+  if constexpr (At) low = _mm512_srli_epi16(low, At);
+  if constexpr (Above < 4) high = _mm512_slli_epi16(high, 4 - Above);
+  if constexpr (Above > 4) high = _mm512_srli_epi16(high, Above - 4);
+  // What a shift brought in from the neighbouring byte is masked: low's upper half, high's upper two bits.
+  return _mm512_and_si512(_mm512_ternarylogic_epi32(low, high, _mm512_set1_epi8(15), 0xE4), _mm512_set1_epi8(63));
 }
 // acc + the dot product of each lane's 4 unsigned bytes with the 4 signed bytes at `quad`.
 template <bool Wide>
@@ -77,6 +79,13 @@ inline I dot(I acc, Bytes w, const int8_t* quad) {
   std::memcpy(&four, quad, 4);
   return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(four));
 }
+
+// Integer sums begin at the bits of 1.5 x 2^23, whose last bit counts 1: as long as they stay within
+// 2^22 they are floats already, and one multiply-add scales them and takes the beginning off. It
+// rounds once, as scales have 22 bits or fewer, so that the scaled beginning is exact.
+constexpr int32_t kIntegerZero = 0x4B400000;
+inline F scaled_zero(F scale) { return mul(scale, all(-0x1.8p23f)); }
+inline F scaled(I products, F scale, F zero) { return fma(_mm512_castsi512_ps(products), scale, zero); }
 
 // Lane j of the result is the sum over x[j], added up in one fixed order.
 inline F sums(const F* x) {

@@ -75,7 +75,6 @@ inline float largest(F x) {
 }
 
 inline I all(int32_t x) { I r; SLIPSTREAM_LANES r.v[i] = x; return r; }
-inline F to_float(I x) { F r; SLIPSTREAM_LANES r.v[i] = (float)x.v[i]; return r; }
 inline I to_int(F x) { I r; SLIPSTREAM_LANES r.v[i] = round_to_int(x.v[i]); return r; }
 inline int32_t sum(I x) { int32_t s = 0; SLIPSTREAM_LANES s += x.v[i]; return s; }
 
@@ -87,16 +86,20 @@ inline Bytes with_fifth_bit(Bytes x, const uint8_t* p) {
   for (int i = 0; i < 64; ++i) x.v[i] |= (p[i / 8] >> (i % 8) & 1) << 4;
   return x;
 }
-template <int Shift>
-inline Bytes with_two_bits(Bytes x, Bytes high) {
-  for (int i = 0; i < 64; ++i) x.v[i] |= (high.v[i] >> Shift & 3) << 4;
-  return x;
+template <int At, int Above>
+inline Bytes six_bits(Bytes low, Bytes high) {
+  for (int i = 0; i < 64; ++i) low.v[i] = (low.v[i] >> At & 15) | (high.v[i] >> Above & 3) << 4;
+  return low;
 }
 template <bool Wide>
 inline I dot(I acc, Bytes w, const int8_t* quad) {
   SLIPSTREAM_LANES for (int j = 0; j < 4; ++j) acc.v[i] += (int32_t)w.v[4 * i + j] * quad[j];
   return acc;
 }
+// Where multiply-adds round twice, integers are converted.
+constexpr int32_t kIntegerZero = 0;
+inline F scaled_zero(F) { return zero(); }
+inline F scaled(I products, F scale, F) { SLIPSTREAM_LANES scale.v[i] *= (float)products.v[i]; return scale; }
 inline F sums(const F* x) { F r; SLIPSTREAM_LANES r.v[i] = sum(x[i]); return r; }
 
 #undef SLIPSTREAM_LANES

@@ -59,6 +59,6 @@ def test_they_draft_and_change_no_token(model_path: Callable[[str], Path]) -> No
                 if llm.loaded.model.is_packed:
                     assert drafted.logprobs == plain.logprobs
                 counts = drafted.draft_counts
-                assert counts.num_accepted_draft_tokens > 0.05 * counts.num_draft_tokens
+                assert counts.num_accepted_draft_tokens > 0.15 * counts.num_spec_steps
                 drafter = engine.parts.drafter
                 assert draft_bytes(drafter) == tensor_bytes(drafter.head) > 0

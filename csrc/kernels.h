@@ -28,6 +28,7 @@ struct Rows {
   float* data;
   int64_t stride;
   float* row(int64_t i) const { return data + i * stride; }
+  Rows from(int64_t column) const { return {data + column, stride}; }
 };
 
 enum class Narrow : int { f32, f16, bf16 };  // how keys and values are stored
@@ -77,6 +78,10 @@ struct Kernels {
 
   // The same for float formats.
   void (*float_tile)(Format format, const uint8_t* tile, Rows x, int64_t rows, int64_t columns, float* out);
+
+  // Outputs of one tile, [rows, 16], of which `width` count: out = residual + (sums + bias), without
+  // those that are null.
+  void (*place)(const float* sums, int64_t rows, int64_t width, const float* bias, Rows residual, Rows out);
 
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t width, float* out);
 

@@ -253,6 +253,24 @@ void float_tile(Format format, const uint8_t* tile, Rows x, int64_t rows, int64_
   });
 }
 
+void place(const float* sums, int64_t rows, int64_t width, const float* bias, Rows residual, Rows out) {
+  if (width < kTileRows) {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t i = 0; i < width; ++i) {
+        const float sum = sums[r * kTileRows + i] + (bias ? bias[i] : 0.0f);
+        out.row(r)[i] = residual.data ? residual.row(r)[i] + sum : sum;
+      }
+    return;
+  }
+  const F shift = bias ? load(bias) : zero();
+  for (int64_t r = 0; r < rows; ++r) {
+    F sum = load(sums + r * kTileRows);
+    if (bias) sum = add(sum, shift);
+    if (residual.data) sum = add(load(residual.row(r)), sum);
+    store(out.row(r), sum);
+  }
+}
+
 void quantize(Rows x, const Activations& out, int64_t begin, int64_t end, int64_t first_group, int64_t last_group) {
   const int64_t groups = out.columns / kGroup;
   for (int64_t row = begin; row < end; ++row) {
@@ -655,7 +673,7 @@ void attend(const AttentionSpan& span, const Pages& pages, const AttentionShape&
 
 }  // namespace
 
-const Kernels kernels = {kName, block_rows, quantize, linear_tile, float_tile, rms_norm, rotate,  gated, add_rows,
+const Kernels kernels = {kName, block_rows, quantize, linear_tile, float_tile, place, rms_norm, rotate,  gated, add_rows,
                          scale_rows, narrow,   attend,      merge,      finish,   maximum, race};
 
 }  // namespace slipstream::SIMD

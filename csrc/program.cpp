@@ -185,17 +185,8 @@ void Program::Linear::finish(Context& c, int64_t tile, const float* sums) {
     tile -= tiles;
     column += part.rows;
   }
-  float biased[kTileRows];
-  for (int64_t r = 0; r < c.rows; ++r, sums += kTileRows) {
-    const float* from = sums;
-    if (op.bias) {
-      c.kernels.add(from, op.bias + column, width, biased);
-      from = biased;
-    }
-    float* to = c.at(op.out).row(r) + column;
-    if (op.residual.buffer >= 0) c.kernels.add(c.at(op.residual).row(r) + column, from, width, to);
-    else std::memcpy(to, from, (size_t)width * 4);
-  }
+  const Rows residual = op.residual.buffer < 0 ? Rows{nullptr, 0} : c.at(op.residual).from(column);
+  c.kernels.place(sums, c.rows, width, op.bias ? op.bias + column : nullptr, residual, c.at(op.out).from(column));
 }
 
 int64_t Program::Linear::num_tiles() const {
@@ -221,22 +212,17 @@ void Program::Linear::run(Context& c, int thread) {
     return;
   }
   const int64_t half = num_tiles() / 2, size = c.rows * kTileRows;
-  float* gated = sums + 2 * size;  // [rows, 32]
+  const Rows none = {nullptr, 0}, coded = {sums + 2 * size, kGroup};
   work.each(thread, [&](int64_t first, int64_t last) {
     for (int64_t group = first; group < last; ++group) {
+      const Rows out = op.out_codes >= 0 ? coded : c.at(op.out).from(group * kGroup);
       for (int64_t t = 0; t < 2; ++t) {
         multiply(c, thread, 2 * group + t, sums);
         multiply(c, thread, half + 2 * group + t, sums + size);
-        for (int64_t r = 0; r < c.rows; ++r)
-          c.kernels.gated(sums + r * kTileRows, sums + size + r * kTileRows, kTileRows, op.gate == LinearOp::Gate::gelu,
-                          gated + r * kGroup + t * kTileRows);
+        c.kernels.gated(sums, sums + size, size, op.gate == LinearOp::Gate::gelu, sums);
+        c.kernels.place(sums, c.rows, kTileRows, nullptr, none, out.from(t * kTileRows));
       }
-      if (op.out_codes >= 0) {
-        c.kernels.quantize({gated, kGroup}, c.codes(op.out_codes), 0, c.rows, group, group + 1);
-      } else {
-        for (int64_t r = 0; r < c.rows; ++r)
-          std::memcpy(c.at(op.out).row(r) + group * kGroup, gated + r * kGroup, kGroup * 4);
-      }
+      if (op.out_codes >= 0) c.kernels.quantize(coded, c.codes(op.out_codes), 0, c.rows, group, group + 1);
     }
   });
 }

@@ -149,50 +149,51 @@ struct Program::Linear : Op {
   Stretches work;  // tiles; of gated layers, groups of 32 outputs
   void reset(int threads) override;
   void run(Context& c, int thread) override;
+  // A tile's place: tiles are counted through all parts.
+  struct Place {
+    const Part& part;
+    int64_t tile;    // within the part
+    int64_t column;  // of the output
+  };
+  Place place(int64_t tile) const;
   int64_t num_tiles() const;
   void multiply(Context& c, int thread, int64_t tile, float* out);
   void finish(Context& c, int64_t tile, const float* sums);
 };
 
-// Raw sums of one tile, counted through all parts: [rows, 16].
-void Program::Linear::multiply(Context& c, int thread, int64_t tile, float* out) {
-  for (const Part& part : op.parts) {
-    int64_t tiles = (part.rows + kTileRows - 1) / kTileRows;
-    if (tile >= tiles) {
-      tile -= tiles;
-      continue;
-    }
-    with_layout(part.format, [&](auto layout) {
-      using L = decltype(layout);
-      const uint8_t* data = part.data + tile * tile_bytes<L>(op.columns);
-      if constexpr (L::is_float) c.kernels.float_tile(L::kind, data, c.at(op.in), c.rows, op.columns, out);
-      else c.kernels.linear_tile(L::kind, data, c.codes(op.codes), out, c.program.unpacked_[thread].data());
-    });
-    return;
+Program::Linear::Place Program::Linear::place(int64_t tile) const {
+  int64_t column = 0;
+  size_t p = 0;
+  for (; tile >= op.parts[p].num_tiles(); ++p) {
+    tile -= op.parts[p].num_tiles();
+    column += op.parts[p].rows;
   }
-}
-
-// Bias, residual and the tile's place in the output.
-void Program::Linear::finish(Context& c, int64_t tile, const float* sums) {
-  int64_t column = 0, width = 0;
-  for (const Part& part : op.parts) {
-    int64_t tiles = (part.rows + kTileRows - 1) / kTileRows;
-    if (tile < tiles) {
-      width = std::min<int64_t>(kTileRows, part.rows - tile * kTileRows);
-      column += tile * kTileRows;
-      break;
-    }
-    tile -= tiles;
-    column += part.rows;
-  }
-  const Rows residual = op.residual.buffer < 0 ? Rows{nullptr, 0} : c.at(op.residual).from(column);
-  c.kernels.place(sums, c.rows, width, op.bias ? op.bias + column : nullptr, residual, c.at(op.out).from(column));
+  return {op.parts[p], tile, column + tile * kTileRows};
 }
 
 int64_t Program::Linear::num_tiles() const {
   int64_t tiles = 0;
-  for (const Part& part : op.parts) tiles += (part.rows + kTileRows - 1) / kTileRows;
+  for (const Part& part : op.parts) tiles += part.num_tiles();
   return tiles;
+}
+
+// Raw sums of one tile: [rows, 16].
+void Program::Linear::multiply(Context& c, int thread, int64_t tile, float* out) {
+  const Place at = place(tile);
+  with_layout(at.part.format, [&](auto layout) {
+    using L = decltype(layout);
+    const uint8_t* data = at.part.data + at.tile * tile_bytes<L>(op.columns);
+    if constexpr (L::is_float) c.kernels.float_tile(L::kind, data, c.at(op.in), c.rows, op.columns, out);
+    else c.kernels.linear_tile(L::kind, data, c.codes(op.codes), out, c.program.unpacked_[thread].data());
+  });
+}
+
+// Bias, residual and the tile's place in the output.
+void Program::Linear::finish(Context& c, int64_t tile, const float* sums) {
+  const Place at = place(tile);
+  const int64_t width = std::min<int64_t>(kTileRows, at.part.rows - at.tile * kTileRows);
+  const Rows residual = op.residual.buffer < 0 ? Rows{nullptr, 0} : c.at(op.residual).from(at.column);
+  c.kernels.place(sums, c.rows, width, op.bias ? op.bias + at.column : nullptr, residual, c.at(op.out).from(at.column));
 }
 
 // Two tiles of gate and two of up make a group of 32 outputs, which can be quantised at once.

@@ -25,6 +25,7 @@ struct Part {
   Format format;
   const uint8_t* data;
   int64_t rows;
+  int64_t num_tiles() const { return (rows + kTileRows - 1) / kTileRows; }
 };
 
 // Everything a linear layer needs. Columns of `out`: the parts one after another.

@@ -55,8 +55,9 @@ def test_they_draft_and_change_no_token(model_path: Callable[[str], Path]) -> No
                 while engine.has_work:
                     engine.step()
                 (drafted,) = engine.output(request).outputs
-                assert drafted.token_ids == plain.token_ids
+                # Without kernels rounding depends on the rows, and near-ties may fall otherwise.
                 if llm.loaded.model.is_packed:
+                    assert drafted.token_ids == plain.token_ids
                     assert drafted.logprobs == plain.logprobs
                 counts = drafted.draft_counts
                 assert counts.num_accepted_draft_tokens > 0.15 * counts.num_spec_steps

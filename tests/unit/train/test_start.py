@@ -5,6 +5,7 @@ import torch
 
 import heads
 from packing import packed_model
+from slipstream import native
 from slipstream.check.tiny import tiny_model
 from slipstream.core.errors import ConfigError
 from slipstream.train.start import eagle3_taps, new_head, root_mean_square
@@ -44,6 +45,7 @@ def test_only_the_heads_own_weights_are_trained(method):
     assert all(each.dtype == torch.float32 for each in head.parameters())
 
 
+@pytest.mark.skipif(not native.is_available(), reason="no native kernels here")
 def test_weights_of_a_packed_target_are_unpacked():
     target = packed_model("llama")
     head = new_head("mtp", target, IDS, num_heads=1, typical_size=1.0)

@@ -1,10 +1,12 @@
 """States on disk are what the target computes of each text by itself, once."""
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 import heads
 from packing import packed_model
+from slipstream import native
 from slipstream.check.tiny import tiny_model
 from slipstream.train.states import write_states
 from slipstream.train.texts import Texts
@@ -33,6 +35,7 @@ def test_each_text_is_read_by_itself(tmp_path):
         assert torch.equal(states[name], each.bfloat16()), name
 
 
+@pytest.mark.skipif(not native.is_available(), reason="no native kernels here")
 def test_a_packed_target_is_read_natively(tmp_path):
     states = written(tmp_path, packed_model("llama"))
     assert states["hidden"].shape == (15, packed_model("llama").config.hidden_size)

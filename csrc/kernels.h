@@ -81,7 +81,7 @@ struct Kernels {
 
   // Outputs of one tile, [rows, 16], of which `width` count: out = residual + (sums + bias), without
   // those that are null.
-  void (*place)(const float* sums, int64_t rows, int64_t width, const float* bias, Rows residual, Rows out);
+  void (*write_tile)(const float* sums, int64_t rows, int64_t width, const float* bias, Rows residual, Rows out);
 
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t width, float* out);
 

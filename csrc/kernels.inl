@@ -253,7 +253,7 @@ void float_tile(Format format, const uint8_t* tile, Rows x, int64_t rows, int64_
   });
 }
 
-void place(const float* sums, int64_t rows, int64_t width, const float* bias, Rows residual, Rows out) {
+void write_tile(const float* sums, int64_t rows, int64_t width, const float* bias, Rows residual, Rows out) {
   if (width < kTileRows) {
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t i = 0; i < width; ++i) {
@@ -673,7 +673,7 @@ void attend(const AttentionSpan& span, const Pages& pages, const AttentionShape&
 
 }  // namespace
 
-const Kernels kernels = {kName, block_rows, quantize, linear_tile, float_tile, place, rms_norm, rotate,  gated, add_rows,
-                         scale_rows, narrow,   attend,      merge,      finish,   maximum, race};
+const Kernels kernels = {kName,    block_rows, quantize,   linear_tile, float_tile, write_tile, rms_norm, rotate, gated,
+                         add_rows, scale_rows, narrow,     attend,      merge,      finish,     maximum,  race};
 
 }  // namespace slipstream::SIMD

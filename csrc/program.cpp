@@ -193,7 +193,7 @@ void Program::Linear::finish(Context& c, int64_t tile, const float* sums) {
   const Place at = place(tile);
   const int64_t width = std::min<int64_t>(kTileRows, at.part.rows - at.tile * kTileRows);
   const Rows residual = op.residual.buffer < 0 ? Rows{nullptr, 0} : c.at(op.residual).from(at.column);
-  c.kernels.place(sums, c.rows, width, op.bias ? op.bias + at.column : nullptr, residual, c.at(op.out).from(at.column));
+  c.kernels.write_tile(sums, c.rows, width, op.bias ? op.bias + at.column : nullptr, residual, c.at(op.out).from(at.column));
 }
 
 // Two tiles of gate and two of up make a group of 32 outputs, which can be quantised at once.
@@ -221,7 +221,7 @@ void Program::Linear::run(Context& c, int thread) {
         multiply(c, thread, 2 * group + t, sums);
         multiply(c, thread, half + 2 * group + t, sums + size);
         c.kernels.gated(sums, sums + size, size, op.gate == LinearOp::Gate::gelu, sums);
-        c.kernels.place(sums, c.rows, kTileRows, nullptr, none, out.from(t * kTileRows));
+        c.kernels.write_tile(sums, c.rows, kTileRows, nullptr, none, out.from(t * kTileRows));
       }
       if (op.out_codes >= 0) c.kernels.quantize(coded, c.codes(op.out_codes), 0, c.rows, group, group + 1);
     }

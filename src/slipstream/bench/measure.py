@@ -1,9 +1,10 @@
 """Head to head: methods take turns on the same prompts in one process.
 
-Every method, plain decoding among them, runs the same batches in every round, in an order that
-turns round by round, after one untimed warm-up. Rates count tokens of passes in which nobody's
-prompt was computed; medians over rounds. Outputs are compared with plain decoding's while
-measuring: a method that changed a token would show here.
+Every batch is answered by every method, plain decoding among them, before the next batch is, in an
+order that turns batch by batch: what slows the machine for a while slows all of them. There is one
+untimed warm-up. Rates count tokens of passes in which nobody's prompt was computed; medians over
+rounds. Outputs are compared with plain decoding's while measuring: a method that changed a token
+would show here.
 """
 
 import time
@@ -86,16 +87,20 @@ def head_to_head(
         SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens)
         for i in range(len(prompts))
     ]
-    runs: dict[str, list[Run]] = {method: [] for method in engines}
     order = list(engines)
+    batches = [slice(first, first + batch_size) for first in range(0, len(prompts), batch_size)]
     for method in order:
         progress(f"{method}: warm-up")
-        answer_all(engines[method], prompts[:batch_size], params[:batch_size], batch_size)
+        answer(engines[method], prompts[batches[0]], params[batches[0]], Run())
+    runs: dict[str, list[Run]] = {method: [] for method in engines}
     for number in range(rounds):
-        for method in order:
-            progress(f"{method}: round {number + 1} of {rounds}")
-            runs[method].append(answer_all(engines[method], prompts, params, batch_size))
-        order = order[1:] + order[:1]
+        for method in engines:
+            runs[method].append(Run())
+        for index, batch in enumerate(batches):
+            progress(f"round {number + 1} of {rounds}, batch {index + 1} of {len(batches)}")
+            for method in order:
+                answer(engines[method], prompts[batch], params[batch], runs[method][-1])
+            order = order[1:] + order[:1]
     return [
         _row(
             method,
@@ -109,34 +114,26 @@ def head_to_head(
     ]
 
 
-def answer_all(
-    engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams], batch_size: int
-) -> Run:
-    """Answer prompts in batches, each to its end before the next."""
-    run = Run()
+def answer(
+    engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams], run: Run
+) -> None:
+    """Answer prompts together, to the end of all; added to a run."""
     before = engine.stats().draft_sec
-    for first in range(0, len(prompts), batch_size):
-        ids = [
-            engine.add(prompt, each)
-            for prompt, each in zip(
-                prompts[first : first + batch_size], params[first : first + batch_size], strict=True
-            )
-        ]
-        while engine.has_work:
-            is_decoding = not engine.computes_prompts
-            began = time.perf_counter()
-            deltas = engine.step()
-            seconds = time.perf_counter() - began
-            run.total_sec += seconds
-            if is_decoding:
-                run.decode_sec += seconds
-                run.decode_tokens += sum(len(delta.token_ids) for delta in deltas)
-        for request_id in ids:
-            (answer,) = engine.output(request_id).outputs
-            run.outputs.append(answer.token_ids)
-            run.counts.merge(answer.draft_counts)
-    run.draft_sec = engine.stats().draft_sec - before
-    return run
+    ids = [engine.add(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    while engine.has_work:
+        is_decoding = not engine.computes_prompts
+        began = time.perf_counter()
+        deltas = engine.step()
+        seconds = time.perf_counter() - began
+        run.total_sec += seconds
+        if is_decoding:
+            run.decode_sec += seconds
+            run.decode_tokens += sum(len(delta.token_ids) for delta in deltas)
+    for request_id in ids:
+        (output,) = engine.output(request_id).outputs
+        run.outputs.append(output.token_ids)
+        run.counts.merge(output.draft_counts)
+    run.draft_sec += engine.stats().draft_sec - before
 
 
 def _row(

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from slipstream import native
-from slipstream.bench.measure import answer_all
+from slipstream.bench.measure import Run, answer
 from slipstream.build import LoadedModel, build_engine, kv_dtype
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import ConfigError
@@ -167,7 +167,8 @@ class _Ours:
     def generate(self) -> float:
         # The first token belongs to the prompt.
         params = SamplingParams(temperature=0.0, max_tokens=DECODE + 1, ignore_eos=True)
-        done = answer_all(self._engine, [_tokens(CONTEXT)], [params], 1)
+        done = Run()
+        answer(self._engine, [_tokens(CONTEXT)], [params], done)
         return done.decode_sec / done.decode_tokens * DECODE
 
 

@@ -227,6 +227,10 @@ class AutoController:
         best = self._best(load, accepted, offered, room)
         needed = 1.0 if self._is_on else START_SPEEDUP
         self._is_on = best.speedup > needed + FEW_DRAFT_SPEEDUP * (1 - best.share)
+        if self._is_on and not self._pays_to_catch_up(best, load, seqs):
+            self._is_on = False
+            self._draft_costs.fade_restart()
+            return self._decide(load, seq_ids, nothing, "off: catching up would not pay")
         if self._is_on and not self._can_afford(0.0, load):
             return self._decide(load, seq_ids, nothing, "off: paying back lost time")
         if self._is_on:
@@ -252,6 +256,15 @@ class AutoController:
             kind = "off: acceptance does not pay"
             words = f"off: acceptance {accepted[:, 0].mean():.2f} does not pay"
         return self._decide(load, seq_ids, nothing, kind, words)
+
+    def _pays_to_catch_up(self, bet: Bet, load: Load, seqs: Seq[Sequence]) -> bool:
+        """Whether the sequences last long enough to earn what beginning to draft for them takes."""
+        drafting = [seq for seq, size in zip(seqs, bet.sizes, strict=True) if size]
+        if all(seq.seq_id in self._drafting for seq in drafting):
+            return True
+        steps = max(seq.room for seq in drafting) * load.batch / bet.tokens
+        saved_sec = steps * (load.plain_sec_of(bet.tokens) - bet.sec)
+        return saved_sec > self._draft_costs.restart_sec
 
     def _decide(
         self,

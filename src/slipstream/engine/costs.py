@@ -158,6 +158,7 @@ class DraftCosts:
     """
 
     SHARE = 0.2  # of a surprise taken over
+    FADE = 0.995  # what is left of a restart's cost each time that it forbids one
 
     def __init__(self) -> None:
         self.idle_sec = 0.0
@@ -208,6 +209,10 @@ class DraftCosts:
             # Of what seemed to cost nothing any time would be a surprise.
             most = LARGEST_SURPRISE * max(known, guess_sec)
             by_depth[depth] += self.SHARE * (min(sec, most) - known)
+
+    def fade_restart(self) -> None:
+        """Believe less in the cost of catching up, so that it is tried again some day."""
+        self.restart_sec *= self.FADE
 
     def _along(self, bucket: int, depth: Floats, guess_sec: float) -> Floats:
         """Through the depths measured for about so many sequences, and through 0 at depth 0."""

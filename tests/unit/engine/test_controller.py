@@ -91,6 +91,7 @@ class World:
     def __post_init__(self) -> None:
         self.seqs = [sequence(i) for i in range(self.batch)]
         self.source = random.Random(self.seed)
+        self.drafting: set[int] = set()
 
     def auto(self, table_error: float = 1.0) -> AutoController:
         """A controller whose table, measured at load, is wrong by a factor."""
@@ -106,7 +107,7 @@ class World:
         """Time taken, in times of plain decoding."""
         return self.sec / self.plain_sec
 
-    def mean_budget(self, first: int, last: int) -> float:
+    def mean_budget(self, first: int, last: int | None) -> float:
         return float(np.mean(self.budgets[first:last]))
 
     def best_fixed_speedup(self) -> float:
@@ -125,7 +126,6 @@ class World:
         now = len(self.budgets)
         plan = plan_of(self.seqs)
         budgets = controller.budgets(plan)
-        before = self.budgets[-1] if self.budgets else [0] * self.batch
         drafts, verdicts = [], []
         for i, budget in enumerate(budgets):
             size = budget if self.source.random() < self.offer else 0
@@ -134,7 +134,9 @@ class World:
                 accepted += 1
             drafts.append(Draft([self.token] * size, list(range(-1, size - 1))))
             verdicts.append(Verdict(list(range(accepted)), self.token))
-        is_restart = any(new and not old for new, old in zip(budgets, before, strict=True))
+        drafting = {seq.seq_id for seq, size in zip(self.seqs, budgets, strict=True) if size}
+        is_restart = not drafting <= self.drafting
+        self.drafting = drafting
         draft_sec = self.level_sec * max(map(len, drafts)) + self.restart_sec * is_restart
         rows = self.batch + sum(map(len, drafts))
         jitter = 1 + self.noise * self.source.uniform(-1, 1)
@@ -280,6 +282,26 @@ def test_a_drafter_that_must_catch_up(chance):
     world.run(world.auto(), 1000)
     assert world.slowdown <= 1.03
     assert 1 / world.slowdown >= 0.9 * world.best_fixed_speedup()
+
+
+def test_short_answers_are_not_caught_up_with():
+    world = World(1, CURVES["gentle"], lambda step, seq: 0.85, level_sec=0.25, restart_sec=20.0)
+    controller = world.auto()
+
+    def answer(seq_id: int, num_tokens: int, num_steps: int) -> float:
+        world.seqs = [sequence(seq_id, num_tokens)]
+        world.run(controller, num_steps)
+        return world.mean_budget(-num_steps, None)
+
+    assert answer(1, 1000, 200) > 1.5, "what is worth an investment"
+    before = world.sec - world.plain_sec
+    assert np.mean([answer(seq_id, 12, 4) for seq_id in range(10, 60)]) < 0.2
+    assert controller.reasons.counts["off: catching up would not pay"] > 30
+    assert world.sec - world.plain_sec < before + 3 * world.restart_sec
+    assert answer(2, 1000, 50) > 1.5
+    # It is tried again some day: it may have become cheaper.
+    world.restart_sec = 0.0
+    assert np.mean([answer(seq_id, 12, 4) for seq_id in range(100, 600)][-40:]) > 1.0
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.7])

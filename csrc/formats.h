@@ -48,7 +48,7 @@ struct Layout {
                                       : format == Format::q6_k ? 2
                                       : format == Format::q8_0 ? 3
                                                                : -1;
-  static constexpr int offset = offset_index < 0 ? 0 : kOffsets[offset_index < 0 ? 0 : offset_index];
+  static constexpr int offset = offset_index < 0 ? 0 : kOffsets[offset_index];
   static constexpr int code_bytes = kTileRows * kGroup * bits / 8;
   static constexpr int groups = is_k ? 8 : 1;  // per span
   static constexpr int columns = groups * kGroup;

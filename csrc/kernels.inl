@@ -132,10 +132,10 @@ template <int N, class Reader>
 inline void tile_rows(Reader w, const Activations& x, int64_t row, float* out) {
   constexpr int halves = Reader::is_halved ? 2 : 1;
   constexpr bool has_offset = Reader::offset_index >= 0;
-  const int64_t groups = x.columns / kGroup, first = row * groups;
-  const int8_t* codes = x.codes + first * kGroup;
-  const float *scales = x.scales + first, *totals = x.totals + first;
-  const int32_t* starts = has_offset ? x.starts[Reader::offset_index] + first * halves : nullptr;
+  const int64_t groups = x.columns / kGroup, begin = row * groups;
+  const int8_t* codes = x.codes + begin * kGroup;
+  const float *scales = x.scales + begin, *totals = x.totals + begin;
+  const int32_t* starts = has_offset ? x.starts[Reader::offset_index] + begin * halves : nullptr;
   F acc[N];
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n) acc[n] = zero();

@@ -30,13 +30,14 @@ struct Program::Context {
   };
   std::vector<Join> joins;
   std::vector<float> partials;
+  const int64_t block = kernels.block_rows(rows);  // of activations
 
   Rows at(View view) const {
     return {program.memory_[view.buffer] + view.offset, program.widths_[view.buffer]};
   }
   Activations codes(int index) const {
     Codes& own = program.codes_[index];
-    Activations x{rows, own.columns, kernels.block_rows(rows), own.codes.data(), own.scales.data(), own.totals.data(), {}};
+    Activations x{rows, own.columns, block, own.codes.data(), own.scales.data(), own.totals.data(), {}};
     for (size_t i = 0; i < std::size(kOffsets); ++i)
       if (own.has_starts[i]) x.starts[i] = own.starts[i].data();
     return x;

@@ -138,7 +138,8 @@ template <int At, int Above>
 inline Bytes six_bits(Bytes low, Bytes high) {
   auto half = [](__m256i l, __m256i h) {
     l = _mm256_and_si256(_mm256_srli_epi16(l, At), _mm256_set1_epi8(15));
-    h = Above < 4 ? _mm256_slli_epi16(h, Above < 4 ? 4 - Above : 0) : _mm256_srli_epi16(h, Above < 4 ? 0 : Above - 4);
+    if constexpr (Above < 4) h = _mm256_slli_epi16(h, 4 - Above);
+    else h = _mm256_srli_epi16(h, Above - 4);
     return _mm256_or_si256(l, _mm256_and_si256(h, _mm256_set1_epi8(48)));
   };
   return {half(low.a, high.a), half(low.b, high.b)};

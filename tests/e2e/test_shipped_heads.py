@@ -8,6 +8,7 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.build import draft_bytes
+from slipstream.core.counts import DraftCounts
 from slipstream.core.speculative import SpeculativeConfig
 from slipstream.loading.shipped import shipped_head
 from slipstream.models.heads.base import tensor_bytes
@@ -43,6 +44,7 @@ def test_they_draft_and_change_no_token(model_path: Callable[[str], Path]) -> No
     llm = LLM(TARGET, quiet=True, kv_cache_memory=2**27)
     messages = [{"role": "user", "content": "Give five practical tips about bread baking."}]
     prompt = llm.chat_ids(messages)
+    chains, trees = ({method: DraftCounts() for method in METHODS} for _ in range(2))
     for temperature in (0.0, 0.8):
         params = SamplingParams(temperature=temperature, seed=1, max_tokens=48, logprobs=1)
         plain = llm.generate([prompt], params)[0].outputs[0]
@@ -60,6 +62,10 @@ def test_they_draft_and_change_no_token(model_path: Callable[[str], Path]) -> No
                     assert drafted.token_ids == plain.token_ids
                     assert drafted.logprobs == plain.logprobs
                 counts = drafted.draft_counts
-                assert counts.num_accepted_draft_tokens > 0.15 * counts.num_spec_steps
+                if tree is None:
+                    assert counts.num_accepted_draft_tokens > 0.05 * counts.num_draft_tokens
+                (chains if tree is None else trees)[method].merge(counts)
                 drafter = engine.parts.drafter
                 assert draft_bytes(drafter) == tensor_bytes(drafter.head) > 0
+    for method in METHODS:
+        assert trees[method].mean_acceptance_length > chains[method].mean_acceptance_length > 1.15

@@ -55,8 +55,17 @@ struct AttentionShape {
   float scale;
 };
 
-// Keys whose softmax is accumulated apart from the others', then merged in order.
-constexpr int64_t kPartition = 512;
+// Keys are partitioned: the softmax over each part is accumulated apart from the others', then merged
+// in order. The first 512 are in four parts, so that few threads share a short context evenly; each
+// 512 after them are one, as every part costs a merge.
+constexpr int64_t kPartition = 512, kEarlyPartition = 128, kEarlyPartitions = kPartition / kEarlyPartition;
+inline int64_t partition_begin(int64_t part) {
+  return part < kEarlyPartitions ? part * kEarlyPartition : (part - kEarlyPartitions + 1) * kPartition;
+}
+inline int64_t num_partitions(int64_t keys) {
+  return keys <= kPartition ? (keys + kEarlyPartition - 1) / kEarlyPartition
+                            : kEarlyPartitions - 1 + (keys + kPartition - 1) / kPartition;
+}
 
 // Most rows `attend` takes at once; they share the widened keys.
 constexpr int64_t kAttendRows = 8;

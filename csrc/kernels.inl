@@ -496,22 +496,35 @@ inline F tile_logits(const float* q, const float* keys, int64_t d) {
   return load(rest);
 }
 
-// out = out * fade + the visible values by their weights, in order.
-template <int Chunks>
-inline void add_values(const float* weights, uint32_t visible, const float* values, int64_t d, float fade, float* out) {
-  F acc[Chunks];
-  F f = all(fade);
-  for (int c = 0; c < Chunks; ++c) acc[c] = mul(load(out + 16 * c), f);
+// out = out * fade + the visible values by their weights, in order: 16 * Chunks elements from `offset`
+// on, of neighbouring queries that see the same. Together they load a value once.
+template <int Chunks, int Together>
+inline void add_values(const Query* queries, const float (*weights)[kTile], const float* fades, const float* values,
+                       int64_t d, int64_t offset) {
+  F acc[Together][Chunks];
+  for (int n = 0; n < Together; ++n)
+    for (int c = 0; c < Chunks; ++c) acc[n][c] = mul(load(queries[n].state + 2 + offset + 16 * c), all(fades[n]));
   auto one = [&](int j) {
-    F w = all(weights[j]);
-    for (int c = 0; c < Chunks; ++c) acc[c] = fma(w, load(values + j * d + 16 * c), acc[c]);
+    F value[Chunks];
+    for (int c = 0; c < Chunks; ++c) value[c] = load(values + j * d + offset + 16 * c);
+    for (int n = 0; n < Together; ++n) {
+      F w = all(weights[n][j]);
+      for (int c = 0; c < Chunks; ++c) acc[n][c] = fma(w, value[c], acc[n][c]);
+    }
   };
-  if (visible == 0xffff) {
+  if (queries->visible == 0xffff) {
     for (int j = 0; j < kTile; ++j) one(j);
   } else {
-    for (uint32_t left = visible; left; left &= left - 1) one(__builtin_ctz(left));
+    for (uint32_t left = queries->visible; left; left &= left - 1) one(__builtin_ctz(left));
   }
-  for (int c = 0; c < Chunks; ++c) store(out + 16 * c, acc[c]);
+  for (int n = 0; n < Together; ++n)
+    for (int c = 0; c < Chunks; ++c) store(queries[n].state + 2 + offset + 16 * c, acc[n][c]);
+}
+
+// What a sum is multiplied by when its maximum becomes another. Mostly it stays; at first there is none.
+inline float fade(float old, float now) {
+  if (old == now) return 1.0f;
+  return old == -INFINITY ? 0.0f : std::exp(old - now);
 }
 
 // The softmaxes of some queries go on over a tile. One step for all queries before the next, so
@@ -530,27 +543,35 @@ void attend_tile(const Query* queries, int count, TileFloats tile, int64_t d, fl
     F shifted = sub(s, all(best));
     F w = select(queries[n].visible, add(exp(shifted), mul(shifted, zero())), zero());
     store(weights[n], w);
-    // 0 at the first tile. Mostly the maximum stays, and multiplying by 1 would change nothing.
-    fades[n] = state[0] == best ? 1.0f : std::exp(state[0] - best);
+    fades[n] = fade(state[0], best);
     state[0] = best;
     state[1] = state[1] * fades[n] + sum(w);
   }
+  if constexpr (Chunks > 0) {
+    constexpr int together = std::max(1, kValueSums / Chunks);
+    for (int n = 0; n < count;) {
+      auto sees_the_same = [&](const Query& query) { return query.visible == queries[n].visible; };
+      if (n + together <= count && std::all_of(queries + n, queries + n + together, sees_the_same)) {
+        add_values<Chunks, together>(queries + n, weights + n, fades + n, tile.values, d, 0);
+        n += together;
+      } else {
+        add_values<Chunks, 1>(queries + n, weights + n, fades + n, tile.values, d, 0);
+        ++n;
+      }
+    }
+    return;
+  }
   for (int n = 0; n < count; ++n) {
     float* out = queries[n].state + 2;
-    const uint32_t visible = queries[n].visible;
-    if constexpr (Chunks > 0) {
-      add_values<Chunks>(weights[n], visible, tile.values, d, fades[n], out);
-    } else {
-      int64_t i = 0;
-      for (; i + 16 <= d; i += 16) add_values<1>(weights[n], visible, tile.values + i, d, fades[n], out + i);
-      for (; i < d; ++i) {
-        float acc = out[i] * fades[n];
-        for (uint32_t left = visible; left; left &= left - 1) {
-          int j = __builtin_ctz(left);
-          acc += weights[n][j] * tile.values[j * d + i];
-        }
-        out[i] = acc;
+    int64_t i = 0;
+    for (; i + 16 <= d; i += 16) add_values<1, 1>(queries + n, weights + n, fades + n, tile.values, d, i);
+    for (; i < d; ++i) {
+      float acc = out[i] * fades[n];
+      for (uint32_t left = queries[n].visible; left; left &= left - 1) {
+        int j = __builtin_ctz(left);
+        acc += weights[n][j] * tile.values[j * d + i];
       }
+      out[i] = acc;
     }
   }
 }
@@ -569,10 +590,10 @@ void clear(float* state, int64_t d) {
 void merge(float* into, const float* from, int64_t d) {
   if (from[1] == 0.0f) return;  // nothing seen there; a NaN is not nothing
   float best = std::max(into[0], from[0]);
-  float a = std::exp(into[0] - best), b = std::exp(from[0] - best);
+  float a = fade(into[0], best), b = fade(from[0], best);
   into[0] = best;
   into[1] = into[1] * a + from[1] * b;
-  for (int64_t i = 0; i < d; ++i) into[2 + i] = into[2 + i] * a + from[2 + i] * b;
+  each_vector<2>({into + 2, from + 2}, d, into + 2, [&](F* v) { return add(mul(v[0], all(a)), mul(v[1], all(b))); });
 }
 
 void finish(const float* partial, int64_t d, float* out) {
@@ -624,10 +645,10 @@ void attend(const AttentionSpan& span, const Pages& pages, const AttentionShape&
   for (int64_t row = begin; row < end; ++row) longest = std::max(longest, counts[row - begin] = num_keys(row));
 
   for (int64_t part = first; part < last; ++part) {
-    const int64_t stop = std::min((part + 1) * kPartition, longest);
+    const int64_t stop = std::min(partition_begin(part + 1), longest);
     float* state = part == first ? partial : others;
     for (int64_t i = 0; i < (end - begin) * heads; ++i) clear(state + i * size, d);
-    for (int64_t start = part * kPartition; start < stop; start += kTile) {
+    for (int64_t start = partition_begin(part); start < stop; start += kTile) {
       const bool shared = !span.num_masked || start + kTile <= common;
       bool loaded = false;
       Query queries[kQueries];

@@ -65,7 +65,7 @@ void Program::Context::plan_attention(int64_t num_heads) {
       const int64_t end = std::min(begin + kAttendRows, span.num_rows);
       // Of a tree no row sees more keys than there are.
       const int64_t longest = span.num_computed + (span.num_masked ? span.num_rows : end);
-      const int64_t parts = (longest + kPartition - 1) / kPartition;
+      const int64_t parts = num_partitions(longest);
       const int64_t stride = (end - begin) * heads * size;
       for (int64_t kv = 0; kv < kv_heads; ++kv) {
         if (!is_split || parts == 1) {
@@ -83,7 +83,11 @@ void Program::Context::plan_attention(int64_t num_heads) {
   }
   // The longest first, so that threads end together.
   std::stable_sort(shares.begin(), shares.end(), [&](const Share& a, const Share& b) {
-    auto work = [&](const Share& x) { return (x.end - x.begin) * (x.last - x.first); };
+    auto work = [&](const Share& x) {
+      const auto& span = input.spans[x.span];
+      const int64_t keys = std::min(partition_begin(x.last), span.num_computed + span.num_rows);
+      return (x.end - x.begin) * (keys - partition_begin(x.first));
+    };
     return work(a) > work(b);
   });
   partials.resize((size_t)partial);

@@ -19,6 +19,7 @@ constexpr const char* kName = "avx2_vnni";
 constexpr const char* kName = "avx2";
 #endif
 constexpr int kMaxRows = 3, kRowsAlone = 3;
+constexpr int kValueSums = 1;
 
 struct F { __m256 a, b; };
 struct I { __m256i a, b; };

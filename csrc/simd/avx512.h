@@ -11,6 +11,8 @@ constexpr const char* kName = "avx512";
 // Most activation rows a linear kernel keeps in registers, in a block and where there is no other
 // block: some of the sums then lie in the first cache, which costs less than a second walk.
 constexpr int kMaxRows = 12, kRowsAlone = 16;
+// Sums over values that are kept in registers, 16 lanes each.
+constexpr int kValueSums = 16;
 
 using F = __m512;      // 16 floats
 using I = __m512i;     // 16 int32

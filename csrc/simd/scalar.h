@@ -10,6 +10,7 @@ namespace slipstream::scalar {
 
 constexpr const char* kName = "scalar";
 constexpr int kMaxRows = 4, kRowsAlone = 4;
+constexpr int kValueSums = 1;
 
 struct F { float v[16]; };
 struct I { int32_t v[16]; };

@@ -74,6 +74,7 @@ def test_prompts_and_documents_of_files(tiny_gguf, tmp_path):
         (["--rate", "0"], "--rate"),
         (["--row-tokens", "4000"], "give more --texts"),
         (["--unroll", "0"], "--unroll"),
+        (["--start", "shipped"], "no mtp head for"),
         (["--speculators", "there"], "--speculators is for eagle3"),
     ],
 )

@@ -55,6 +55,12 @@ def add_parser(commands: options.Commands) -> None:
         "--corpus", type=Path, metavar="DIR", help="for texts and states, shared by several runs"
     )
     parser.add_argument(
+        "--start",
+        metavar="HEAD",
+        help="a head to train further, its draft vocabulary kept: a directory, a repository, or "
+        "`shipped`",
+    )
+    parser.add_argument(
         "--speculators",
         type=Path,
         metavar="DIR",
@@ -113,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
         max_tokens=args.max_tokens,
         draft_vocab_size=args.draft_vocab_size,
         num_heads=args.heads,
+        start=args.start or "",
         objective=Objective(
             unroll=args.unroll,
             feature_weight=feature_weight if args.method == "eagle" else 0.0,
@@ -143,6 +150,7 @@ def run(args: argparse.Namespace) -> int:
             answer,
             args.out,
             corpus=args.corpus,
+            start=_start(args.start, args.method, llm.loaded.name),
             minutes=args.minutes,
             facts=circumstances(sys.argv[1:]),
             watcher=watcher,
@@ -162,6 +170,20 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(card))
     return 0
+
+
+def _start(name: str | None, method: str, target: str) -> Path | None:
+    from slipstream.loading.heads import resolve_head
+    from slipstream.loading.shipped import shipped_head
+
+    if name is None:
+        return None
+    if name != "shipped":
+        return resolve_head(name)
+    shipped = shipped_head(target, method)
+    if shipped is None:
+        raise ConfigError(f"no {method} head for {target} comes with slipstream to --start from")
+    return shipped
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ Runs can share a corpus, which is then in a directory of its own.
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,12 +26,12 @@ from slipstream.core.errors import ConfigError
 from slipstream.loading.head_files import write_head
 from slipstream.loading.heads import Head
 from slipstream.models import CausalLM
-from slipstream.models.heads import tensor_bytes
+from slipstream.models.heads import Eagle3Head, MedusaHead, tensor_bytes
 from slipstream.train.files import written_whole
 from slipstream.train.loop import Progress, Schedule, train
 from slipstream.train.objectives import Objective
 from slipstream.train.rows import Corpus
-from slipstream.train.start import eagle3_taps, new_head, root_mean_square
+from slipstream.train.start import eagle3_taps, new_head, root_mean_square, taught_head
 from slipstream.train.states import write_states
 from slipstream.train.texts import NUM_TEXTS, Answer, Ask, Texts, write_texts
 
@@ -52,6 +52,7 @@ class Settings:
         max_tokens: of an answer.
         draft_vocab_size: tokens that can be drafted, the most frequent in the answers.
         num_heads: Medusa's.
+        start: the head it goes on from, whose vocabulary and size it keeps; "" is none.
     """
 
     method: str
@@ -61,6 +62,7 @@ class Settings:
     max_tokens: int
     draft_vocab_size: int
     num_heads: int
+    start: str = ""
     objective: Objective = field(default_factory=Objective)
     schedule: Schedule = field(default_factory=lambda: Schedule(0))
 
@@ -82,6 +84,7 @@ def run(
     out: Path,
     *,
     corpus: Path | None = None,
+    start: Path | None = None,
     minutes: float | None = None,
     facts: Mapping[str, Any] | None = None,
     watcher: Watcher | None = None,
@@ -90,6 +93,7 @@ def run(
 
     Args:
         corpus: where texts and states are, for runs that share them; OUT/corpus if not given.
+        start: where the head `settings.start` is, if it is to go on from one.
         minutes: how long it may take; decides `num_texts` and the number of steps where these
             are 0.
         facts: for the card: command, commit, versions.
@@ -102,6 +106,10 @@ def run(
     """
     watcher = watcher or Watcher()
     began = time.monotonic()
+    taught = None
+    if start is not None:
+        taught = taught_head(settings.method, start, target)
+        settings = _like(settings, taught)
     settings = _held_to(settings, out)
     schedule = settings.schedule
     corpus = corpus or out / "corpus"
@@ -109,12 +117,11 @@ def run(
     texts = _answered(settings, ask, answer, corpus / "texts", minutes, watcher)
     num_texts = sum(len(Texts.read(path).num_prompt) for path in texts)
     settings = _keep(replace(settings, num_texts=num_texts), out)
-    taps = eagle3_taps(target.config.num_layers) if settings.method == "eagle3" else ()
     states = write_states(
         texts,
         corpus / "states",
         target,
-        taps,
+        _taps(settings.method, taught, target),
         lambda done: watcher.read(done, settings.num_texts),
     )
 
@@ -127,23 +134,28 @@ def run(
             "--texts, or smaller --batch-rows or --row-tokens"
         )
     counts = built.counts(target.config.vocab_size)
-    ids = draft_vocabulary(counts, settings.draft_vocab_size)
-    sample = next(built.rows(built.training, num_rows=schedule.num_rows, length=schedule.length))
-    typical = root_mean_square([sample.states["hidden"]])
-    start = partial(
-        new_head,
-        settings.method,
-        target,
-        ids,
-        num_heads=settings.num_heads,
-        typical_size=typical,
-    )
+    if start is not None and taught is not None:
+        ids = taught.target_ids
+        begin = partial(taught_head, settings.method, start, target)
+    else:
+        ids = draft_vocabulary(counts, settings.draft_vocab_size)
+        sample = next(
+            built.rows(built.training, num_rows=schedule.num_rows, length=schedule.length)
+        )
+        begin = partial(
+            new_head,
+            settings.method,
+            target,
+            ids,
+            num_heads=settings.num_heads,
+            typical_size=root_mean_square([sample.states["hidden"]]),
+        )
     if schedule.num_steps == 0:
         left = (minutes or 0) * 60 - (time.monotonic() - began)
-        num_steps = _affordable(settings, start(), built, out, left)
+        num_steps = _affordable(settings, begin(), built, out, left)
         schedule = replace(schedule, num_steps=num_steps)
         settings = _keep(replace(settings, schedule=schedule), out)
-    head = start()
+    head = begin()
     measured = train(
         head,
         built,
@@ -167,6 +179,20 @@ def run(
     }
     _write_json(card, out / "card.json")
     return card
+
+
+def _like(settings: Settings, head: Head) -> Settings:
+    """What a head that is there already decides."""
+    assert head.target_ids is not None
+    num_heads = len(head.heads) if isinstance(head, MedusaHead) else settings.num_heads
+    return replace(settings, draft_vocab_size=len(head.target_ids), num_heads=num_heads)
+
+
+def _taps(method: str, taught: Head | None, target: CausalLM) -> Sequence[int]:
+    """The layers whose input the head reads besides the final states."""
+    if isinstance(taught, Eagle3Head):
+        return taught.taps
+    return eagle3_taps(target.config.num_layers) if method == "eagle3" else ()
 
 
 def draft_vocabulary(counts: Tensor, size: int) -> Tensor:
@@ -220,7 +246,7 @@ def _held_to(settings: Settings, out: Path) -> Settings:
         return _keep(settings, out)
     kept = json.loads(path.read_text(encoding="utf-8"))
     for name, given in _flat(asdict(settings)).items():
-        before = _flat(kept)[name]
+        before = _flat(kept).get(name, "")  # `start` is younger than some runs
         if given != before and not (given == 0 and name in _DECIDED):
             raise ConfigError(
                 f"{out} holds a run with {name} {before!r}, not {given!r}; take the same settings "

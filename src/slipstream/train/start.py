@@ -6,6 +6,7 @@ contributions scaled down: all that is left to learn is what comes next.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from slipstream.core.errors import ConfigError
 from slipstream.kernels import PackedWeight
-from slipstream.loading.heads import Head, one_layer
+from slipstream.loading.heads import Head, load_head, one_layer
 from slipstream.models import CausalLM
 from slipstream.models.heads import Borrowed, Eagle3Head, EagleHead, MedusaHead, MTPHead
 from slipstream.models.layers import Linear
@@ -45,6 +46,23 @@ def new_head(
     build = {"eagle": _eagle, "eagle3": _eagle3, "medusa": _medusa, "mtp": _mtp}[method]
     head: Any = build(target, target_ids, num_heads, typical_size)
     head.lm_head.weight.data = target.output_rows(target_ids).float()
+    return _teachable(head)
+
+
+def taught_head(method: str, path: Path, target: CausalLM) -> Head:
+    """A head that was trained before, to be trained further, in float32.
+
+    Raises:
+        ConfigError: one whose draft vocabulary is not rows of an output head it has at hand.
+        ModelError: as `load_head`.
+    """
+    head = load_head(method, path, target).float()
+    if head.lm_head is None or head.target_ids is None:
+        raise ConfigError(f"{path} has no draft vocabulary (d2t); such a head is not trained here")
+    return _teachable(head)
+
+
+def _teachable(head: Head) -> Head:
     for name, parameter in head.named_parameters():
         assert not bool(parameter.isnan().any()), f"{name} has no start"
         parameter.requires_grad_(not name.startswith("lm_head."))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from slipstream import reference
 from slipstream.check.tiny import tiny_model
@@ -100,6 +100,39 @@ def test_training_teaches(target, answer, tmp_path, method):
     run(settings, target, ask, answer, tmp_path, watcher=watcher)
     assert len(losses) == 60
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_goes_on_from_another_head(target, answer, tmp_path, method):
+    first = settings_for(method, num_steps=60)
+    losses = []
+    watcher = Watcher(stepped=lambda state, total: losses.append(state.loss))
+    run(first, target, ask, answer, tmp_path / "first", watcher=watcher)
+    # What a new head would be given does not matter: vocabulary and size are the head's own.
+    further = settings_for(method, draft_vocab_size=20, start="first")
+    card = run(
+        further, target, ask, answer, tmp_path / "second", start=tmp_path / "first", watcher=watcher
+    )
+    assert sum(losses[60:66]) < 0.9 * sum(losses[:6])
+    assert (card["start"], card["draft_vocab_size"]) == ("first", 24)
+    before, after = (load_head(method, tmp_path / name, target) for name in ("first", "second"))
+    assert after.target_ids.tolist() == before.target_ids.tolist()
+
+
+def test_a_head_without_a_draft_vocabulary_is_not_trained_further(target, answer, tmp_path):
+    run(settings_for("mtp"), target, ask, answer, tmp_path / "first")
+    file = tmp_path / "first" / "model.safetensors"
+    rest = {name: x for name, x in load_file(file).items() if not name.endswith(("d2t", "t2d"))}
+    save_file(rest, file)
+    with pytest.raises(ConfigError, match="no draft vocabulary"):
+        run(
+            settings_for("mtp", start="first"),
+            target,
+            ask,
+            answer,
+            tmp_path / "second",
+            start=tmp_path / "first",
+        )
 
 
 @pytest.mark.parametrize("method", ["eagle3", "medusa"])

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "chains.h"
 #include "kernels.h"
 #include "pack.h"
 #include "program.h"
@@ -194,10 +195,14 @@ using OptionalVector = std::optional<Array<const float, nb::ndim<1>>>;
 using Integers = std::vector<int64_t>;  // from lists, which are converted faster than small tensors
 constexpr size_t kSpanFields = 5;       // first row, rows, computed, masked, where its table begins
 
-void run(PyProgram& self, int64_t rows, std::optional<Array<const float, nb::ndim<2>>> hidden, std::vector<Floats> outputs,
-         const Integers& ids, const Integers& positions, const Integers& slots, const Integers& spans,
-         const Integers& tables, std::optional<Array<const uint8_t, nb::ndim<1>>> ancestors,
-         std::optional<nb::ndarray<nb::device::cpu, nb::c_contig>> pool, int pool_kind, const Integers& picked) {
+using OptionalRows = std::optional<Array<const float, nb::ndim<2>>>;
+using Ancestors = std::optional<Array<const uint8_t, nb::ndim<1>>>;
+using Pool = std::optional<nb::ndarray<nb::device::cpu, nb::c_contig>>;
+
+// A pass over rows and pages, after everything in it was found to be there. What it points to is the arguments'.
+Input checked_input(const PyProgram& self, int64_t rows, const OptionalRows& hidden, const Integers& ids,
+                    const Integers& positions, const Integers& slots, const Integers& spans, const Integers& tables,
+                    const Ancestors& ancestors, const Pool& pool, int pool_kind, const Integers& picked) {
   Input input{};
   input.rows = rows;
   require(!pool || pool->ndim() == 6, "a pool has six dimensions");
@@ -237,6 +242,14 @@ void run(PyProgram& self, int64_t rows, std::optional<Array<const float, nb::ndi
     input.layer_bytes = (int64_t)(pool->nbytes() / pool->shape(0) / 2);
     input.pool = (uint8_t*)pool->data();
   }
+  return input;
+}
+
+void run(PyProgram& self, int64_t rows, const OptionalRows& hidden, std::vector<Floats> outputs, const Integers& ids,
+         const Integers& positions, const Integers& slots, const Integers& spans, const Integers& tables,
+         const Ancestors& ancestors, const Pool& pool, int pool_kind, const Integers& picked) {
+  const Input input = checked_input(self, rows, hidden, ids, positions, slots, spans, tables, ancestors, pool, pool_kind,
+                                    picked);
   std::vector<float*> to;
   require(outputs.size() == self.program.num_outputs(), "as many outputs as the program has");
   for (size_t i = 0; i < outputs.size(); ++i) {
@@ -248,6 +261,32 @@ void run(PyProgram& self, int64_t rows, std::optional<Array<const float, nb::ndi
   const Kernels& kernels = *machine().kernels;
   nb::gil_scoped_release release;
   self.program.run(*team, kernels, input, to);
+}
+
+// A head's greedy chains; arguments as in `run`, but for ancestors, which the first pass has none of.
+std::vector<Integers> chains(PyProgram& self, int64_t rows, const OptionalRows& hidden, const Integers& lengths,
+                             const Longs& tokens, const Integers& ids, const Integers& positions, const Integers& slots,
+                             const Integers& spans, const Integers& tables, const Pool& pool, int pool_kind,
+                             const Integers& picked) {
+  const Input input = checked_input(self, rows, hidden, ids, positions, slots, spans, tables, {}, pool, pool_kind, picked);
+  const int64_t num_tokens = (int64_t)tokens.size();
+  require(hidden && pool && self.program.num_outputs() == 2, "a head takes features and pages, and makes features and logits");
+  require(self.program.output_width(0) == (int64_t)hidden->shape(1), "features have another width than those that come in");
+  require(num_tokens > 0 && num_tokens <= self.program.output_width(1), "every token has a column");
+  require(std::all_of(tokens.data(), tokens.data() + num_tokens, [&](int64_t id) { return id >= 0 && id < self.num_ids; }),
+          "a token has no embedding");
+  require(picked.size() == lengths.size() && input.spans.size() == lengths.size(), "as many lengths as spans and picked rows");
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    const AttentionSpan& span = input.spans[i];
+    require(picked[i] == span.first_row + span.num_rows - 1, "a span's last row is the one that is picked");
+    const int64_t keys = span.num_computed + span.num_rows + lengths[i] - 1;
+    const int64_t* end = i + 1 < lengths.size() ? input.spans[i + 1].table : tables.data() + tables.size();
+    require(lengths[i] > 0 && keys <= (end - span.table) * input.pages.block_size, "a table is shorter than its chain");
+  }
+  const std::shared_ptr<Team> team = machine().team;
+  const Kernels& kernels = *machine().kernels;
+  nb::gil_scoped_release release;
+  return draft_chains(self.program, *team, kernels, input, lengths, tokens.data(), num_tokens);
 }
 
 }  // namespace
@@ -320,5 +359,8 @@ NB_MODULE(_native, m) {
       .def("run", &run, nb::arg("rows"), nb::arg("hidden").none(), nb::arg("outputs"), nb::arg("ids") = Integers(),
            nb::arg("positions") = Integers(), nb::arg("slots") = Integers(), nb::arg("spans") = Integers(),
            nb::arg("tables") = Integers(), nb::arg("ancestors").none() = nb::none(), nb::arg("pool").none() = nb::none(),
-           nb::arg("pool_kind") = 0, nb::arg("picked") = Integers());
+           nb::arg("pool_kind") = 0, nb::arg("picked") = Integers())
+      .def("chains", &chains, nb::arg("rows"), nb::arg("hidden"), nb::arg("lengths"), nb::arg("tokens"), nb::arg("ids"),
+           nb::arg("positions"), nb::arg("slots"), nb::arg("spans"), nb::arg("tables"), nb::arg("pool"),
+           nb::arg("pool_kind"), nb::arg("picked"));
 }

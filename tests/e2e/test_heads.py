@@ -9,6 +9,7 @@ import torch
 import heads
 from engines import EOS, TREE, answers, engine_for, requests
 from packing import packed_model
+from sequences import sequence
 from slipstream import native, reference
 from slipstream.build import build_engine, draft_bytes
 from slipstream.check import planted
@@ -17,11 +18,14 @@ from slipstream.cli.answers import stats_lines
 from slipstream.core.config import EngineConfig
 from slipstream.core.controls import Row, controls
 from slipstream.core.counts import DraftCounts
+from slipstream.core.draft import Draft
 from slipstream.core.errors import ConfigError, ModelError
 from slipstream.core.params import SamplingParams
 from slipstream.core.speculative import SpeculativeConfig, TreeConfig
 from slipstream.drafters.combined import CombinedDrafter
 from slipstream.drafters.eagle import EagleDrafter
+from slipstream.drafters.levels import LevelGrower, Run
+from slipstream.drafters.vocabulary import DraftVocabulary
 from slipstream.engine.verifier import make_verifier
 from slipstream.loading.head_files import write_head
 from slipstream.loading.head_packing import pack_head
@@ -180,6 +184,44 @@ def test_on_packed_weights_not_a_bit_moves(method, is_packed):
         assert ours.token_ids == theirs.token_ids
         assert ours.logprobs == theirs.logprobs
     assert sum(output.draft_counts.num_accepted_draft_tokens for output in drafted) > 0
+
+
+@pytest.mark.skipif(not native.is_available(), reason="no native kernels here")
+@pytest.mark.parametrize("method", heads.FEATURE_HEADS)
+def test_greedy_chains_are_drafted_in_one_call_as_level_by_level(method, monkeypatch):
+    packed = packed_model("llama")
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    wanted = [(prompt, params) for prompt, _ in requests(5)]
+    head = getattr(heads, method)(packed)
+    pack_head(head)
+    drafts: list[list[Draft]] = [[], []]
+    for is_at_once, seen in zip((True, False), drafts, strict=True):
+        drafter = heads.drafter_for(head, kv_dtype=torch.float16)
+        calls = []
+        monkeypatch.setattr(
+            LevelGrower, "wants_likeliest", lambda grower, runs, given=is_at_once: given
+        )
+        listen(drafter, "propose", seen.extend)
+        listen(drafter._runner, "chains", calls.append)
+        engine = engine_for(packed, drafter=drafter, num_draft_tokens=4, block_size=4)
+        answers(engine, wanted, stagger=1)
+        assert bool(calls) == is_at_once
+    assert drafts[0] == drafts[1]
+    assert sum(len(draft) for draft in drafts[0]) > 100
+
+
+def test_only_greedy_requests_by_themselves_are_chains_of_likeliest_tokens():
+    runs = [
+        Run(0, sequence([1, 2, 3], params=SamplingParams(temperature=t, presence_penalty=p)), 2, 2)
+        for t, p in ((0, 0), (0, 0), (0.5, 0), (0, 0.5))
+    ]
+    vocabulary = DraftVocabulary(32)
+    chains = LevelGrower("match", None, vocabulary)
+    assert chains.wants_likeliest(runs[:2])
+    assert not chains.wants_likeliest([runs[0], runs[2]])
+    assert not chains.wants_likeliest([runs[0], runs[3]])
+    assert not LevelGrower("ratio", None, vocabulary).wants_likeliest(runs[:2])
+    assert not LevelGrower("match", TREE, vocabulary).wants_likeliest(runs[:2])
 
 
 @pytest.mark.parametrize("tree", [None, TreeConfig(depth=2, topk=3, max_tokens=6)])

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from slipstream.core.draft import Draft, Verdict
+from slipstream.core.draft import NO_DRAFT, Draft, Verdict
 from slipstream.core.sequence import Sequence
 from slipstream.core.speculative import TreeConfig
 from slipstream.core.target import TargetOutput
@@ -33,7 +33,6 @@ from slipstream.drafters.levels import (
     Place,
     Run,
     by_run,
-    drafts_of,
     node_span,
 )
 from slipstream.drafters.pages import reserve
@@ -41,7 +40,8 @@ from slipstream.drafters.tree_growth import Growth
 from slipstream.drafters.vocabulary import DraftVocabulary
 from slipstream.kv.blocks import BlockManager
 from slipstream.kv.cache import KVCache
-from slipstream.models.batch import Span, lay_out, rows_at
+from slipstream.maths.trees import chain
+from slipstream.models.batch import Batch, Span, lay_out, rows_at
 from slipstream.models.heads import FeatureHead
 from slipstream.models.heads.native import HeadRunner
 
@@ -129,9 +129,12 @@ class EagleDrafter:
         wanted = {seq.seq_id for seq in (*overdue, *(run.seq for run in runs))}
         if overdue:
             self._take_in(overdue, wanted)
+        drafts = [NO_DRAFT] * len(seqs)
         if runs:
-            runs = self._grow(runs, wanted)
-        return drafts_of(runs, len(seqs))
+            is_chain = self._runner.is_native and self._grower.wants_likeliest(runs)
+            for run, draft in (self._chains if is_chain else self._grow)(runs, wanted):
+                drafts[run.index] = draft
+        return drafts
 
     @torch.inference_mode()
     def observe(
@@ -186,8 +189,24 @@ class EagleDrafter:
             return False
         return 0 < seq.num_computed < seq.num_prompt and leader.num_valid >= seq.num_computed
 
-    def _grow(self, runs: list[Run], wanted: set[int]) -> list[Run]:
-        """Grow the trees of those there is room for, which are returned."""
+    def _chains(self, runs: list[Run], wanted: set[int]) -> list[tuple[Run, Draft]]:
+        """The likeliest tokens of those there is room for, in one call for all passes."""
+        num_fed = [run.num_levels - 1 for run in runs]
+        first, is_there = self._first_pass([run.seq for run in runs], wanted, num_fed)
+        if first is None:
+            return []
+        runs = [run for run, there in zip(runs, is_there, strict=True) if there]
+        lengths = [run.num_levels for run in runs]
+        chains = self._runner.chains(*first, lengths, self._grower.vocabulary.columns)
+        for run in runs:
+            self.blocks.trim(run.seq.seq_id, self._pages[run.seq.seq_id].num_valid)
+        return [
+            (run, Draft(tokens, chain(len(tokens))))
+            for run, tokens in zip(runs, chains, strict=True)
+        ]
+
+    def _grow(self, runs: list[Run], wanted: set[int]) -> list[tuple[Run, Draft]]:
+        """The trees of those there is room for, level by level."""
         width = self._grower.width
         num_fed = [(run.num_levels - 1) * min(width, run.budget) for run in runs]
         features, logits, is_there = self._take_in([run.seq for run in runs], wanted, num_fed)
@@ -201,7 +220,8 @@ class EagleDrafter:
                 node_span(run, nodes, self._pages[run.seq.seq_id].num_valid, depth)
                 for run, nodes in by_run(places)
             ]
-            features, logits = self._forward(spans, rows_at(features, before))
+            batch = lay_out(spans, self.blocks, self.device)
+            features, logits = self._runner.forward(batch, rows_at(features, before))
             rows = {(run.index, node): row for row, (run, node) in enumerate(places)}
             return logits
 
@@ -211,20 +231,34 @@ class EagleDrafter:
             pages = self._pages[run.seq.seq_id]
             pages.growth, pages.root = run.growth, len(run.seq.tokens)
             self.blocks.trim(run.seq.seq_id, pages.num_valid)
-        return runs
+        return [(run, run.growth.draft(run.budget)) for run in runs]
 
     def _take_in(
         self, seqs: Seq[Sequence], wanted: set[int], num_nodes: Seq[int] | None = None
     ) -> tuple[Tensor, Tensor, list[bool]]:
-        """One pass over the pairs that wait.
+        """One pass over the pairs that wait; arguments as of `_first_pass`.
+
+        Returns:
+            The feature after the last pair of each sequence that has its K/V now, [R, hidden];
+            its logits, [R, V_d], both if something is to follow; and which sequences these are.
+        """
+        first, is_there = self._first_pass(seqs, wanted, num_nodes)
+        if first is None:
+            return torch.empty(0), torch.empty(0), is_there
+        return *self._runner.forward(*first), is_there
+
+    def _first_pass(
+        self, seqs: Seq[Sequence], wanted: set[int], num_nodes: Seq[int] | None
+    ) -> tuple[tuple[Batch, Tensor] | None, list[bool]]:
+        """The pairs that wait as a pass, after which they count as taken in.
 
         Args:
             wanted: sequences whose pages are not to be taken.
             num_nodes: key slots behind them, for nodes; None if nothing is to follow.
 
         Returns:
-            The feature after the last pair of each sequence that has its K/V now, [R, hidden];
-            its logits, [R, V_d], both if something is to follow; and which sequences these are.
+            The pass and what the head reads in it, if there is anything to read; and which
+            sequences have room.
         """
         is_there: list[bool] = []
         spans, states = [], []
@@ -250,8 +284,9 @@ class EagleDrafter:
             if pages.num_skipped == 0:
                 self.blocks.commit(seq.seq_id, seq.tokens[1:], pages.num_valid)
         if not spans:
-            return torch.empty(0), torch.empty(0), is_there
-        return *self._forward(spans, self.head.fuse(torch.cat(states))), is_there
+            return None, is_there
+        batch = lay_out(spans, self.blocks, self.device)
+        return (batch, self.head.fuse(torch.cat(states))), is_there
 
     def _reserve(self, seq_id: int, num_nodes: int, wanted: set[int]) -> bool:
         """Slots for a sequence, at the expense of those not drafted for now, or else of itself."""
@@ -266,10 +301,6 @@ class EagleDrafter:
             wanted=wanted,
             forget=self.forget,
         )
-
-    def _forward(self, spans: Seq[Span], features: Tensor) -> tuple[Tensor, Tensor]:
-        """One pass of the head: next features [R, hidden] and logits, where they are asked for."""
-        return self._runner.forward(lay_out(spans, self.blocks, self.device), features)
 
 
 def _salt(seq: Sequence) -> bytes:

@@ -73,6 +73,14 @@ class LevelGrower:
             num_levels = min(num_levels, most_levels)
         return Run(index, seq, budget, num_levels) if num_levels > 0 else None
 
+    def wants_likeliest(self, runs: Seq[Run]) -> bool:
+        """Whether each run is to be the chain of likeliest tokens, whatever they turn out to be."""
+        return (
+            self.width == 1
+            and self.rule == "match"
+            and all(Row.after(run.seq, ()).is_argmax for run in runs)
+        )
+
     def grow(
         self,
         runs: Seq[Run],

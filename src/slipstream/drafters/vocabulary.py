@@ -18,7 +18,8 @@ class DraftVocabulary:
     def __init__(self, vocab_size: int, target_ids: Tensor | None = None):
         self.vocab_size = vocab_size
         self._target_ids = target_ids
-        self._tokens = None if target_ids is None else target_ids.numpy(force=True)
+        # The token of each known column, int64.
+        self.columns = np.arange(vocab_size) if target_ids is None else target_ids.numpy(force=True)
 
     def known(self, logits: Tensor) -> Tensor:
         """The columns that are tokens: [R, any] -> [R, at most V]."""
@@ -26,7 +27,7 @@ class DraftVocabulary:
 
     def tokens(self, columns: np.ndarray) -> np.ndarray:
         """The tokens of columns."""
-        return columns if self._tokens is None else self._tokens[columns]
+        return self.columns[columns]
 
     def widened(self, logits: Tensor) -> Tensor:
         """Logits [R, any] over all the target's tokens, [R, V]: those without are impossible."""

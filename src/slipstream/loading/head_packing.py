@@ -1,7 +1,8 @@
 """Packing a head for the native kernels, beside a packed target.
 
-Matrices become 8-bit (Q8_0: groups of 32 columns with one scale). A draft may be anything, so all
-that rounding can cost is a little acceptance; it saves three quarters of what a pass must read.
+Matrices become 5-bit (Q5_1: groups of 32 columns with a scale and a minimum, 6 bits a weight in all).
+A draft may be anything, so all that rounding can cost is a little acceptance: 0.3 % of the tokens a
+pass for SmolLM2's MTP head. A pass reads three eighths of what 16 bits would take.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from slipstream.models.heads import Eagle3Head, EagleHead, MedusaHead, MTPHead
 from slipstream.models.heads.native import NativeLinear
 from slipstream.models.layers import Embedding, Linear
 
-_FORMAT = Format.Q8_0
+_FORMAT = Format.Q5_1
 
 
 def pack_head(head: Head) -> None:
@@ -70,7 +71,7 @@ def _outside(head: Head) -> Iterator[tuple[nn.Module, str, Linear]]:
 
 
 def _packed(weight: Tensor, rows: Sequence[int]) -> PackedWeight:
-    """A matrix [O, I] in 8 bits, its parts stacked."""
+    """A matrix [O, I] in `_FORMAT`, its parts stacked."""
     stored = []
     for part in weight.detach().float().cpu().split(list(rows)):
         blocks = gguf.quants.quantize(part.numpy(), gguf.GGMLQuantizationType[_FORMAT.name])

@@ -79,19 +79,51 @@ def run_on_pages(
     """
     spans, tables, ancestors = _packed(batch.attention)
     program.run(
-        rows=len(batch.ids),
         hidden=rows,
         outputs=list(outputs),
-        ids=batch.ids,
-        positions=batch.positions,
-        slots=batch.slots,
         spans=spans,
         tables=tables,
         ancestors=ancestors,
-        pool=cache.pool,
-        pool_kind=_KINDS[cache.pool.dtype],
-        picked=batch.logit_rows,
+        **_rows(batch, cache),
     )
+
+
+def chains_on_pages(
+    program: Any, batch: Batch, cache: KVCache, rows: Tensor, lengths: Seq[int], tokens: np.ndarray
+) -> list[list[int]]:
+    """Run a head's native program pass after pass, each on the likeliest tokens of the one before.
+
+    Args:
+        batch: the first pass; every sequence's last token is followed by logits.
+        rows: the features it loads, [T, hidden] float32.
+        lengths: tokens wanted of each sequence; there are slots for all but the last.
+        tokens: what the first columns of logits stand for, int64.
+
+    Returns:
+        The tokens of each sequence, fewer where logits are not finite.
+    """
+    spans, tables, ancestors = _packed(batch.attention)
+    assert ancestors is None, "chains begin where committed tokens end"
+    return program.chains(
+        hidden=rows,
+        lengths=list(lengths),
+        tokens=tokens,
+        spans=spans,
+        tables=tables,
+        **_rows(batch, cache),
+    )
+
+
+def _rows(batch: Batch, cache: KVCache) -> dict[str, Any]:
+    return {
+        "rows": len(batch.ids),
+        "ids": batch.ids,
+        "positions": batch.positions,
+        "slots": batch.slots,
+        "pool": cache.pool,
+        "pool_kind": _KINDS[cache.pool.dtype],
+        "picked": batch.logit_rows,
+    }
 
 
 def _packed(plan: AttentionPlan) -> tuple[list[int], list[int], np.ndarray | None]:

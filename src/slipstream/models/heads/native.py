@@ -1,7 +1,9 @@
 """Packed heads on the native kernels: a pass recorded as a whole, what is beside it by itself."""
 
+from collections.abc import Sequence as Seq
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,7 @@ from slipstream.models.heads.base import packed_weights
 from slipstream.models.heads.eagle import EagleHead
 from slipstream.models.heads.eagle3 import Eagle3Head
 from slipstream.models.heads.mtp import MTPHead
-from slipstream.models.recorded import RecordedRows, run_on_pages
+from slipstream.models.recorded import RecordedRows, chains_on_pages, run_on_pages
 from slipstream.models.runner import attend_pages
 
 
@@ -67,6 +69,17 @@ class HeadRunner:
         kept, logits = (torch.empty(len(batch.logit_rows), width) for width in self._widths)
         run_on_pages(self._program, batch, self.cache, features, [kept, logits])
         return kept, logits
+
+    @property
+    def is_native(self) -> bool:
+        return self._program is not None
+
+    def chains(
+        self, batch: Batch, features: Tensor, lengths: Seq[int], tokens: np.ndarray
+    ) -> list[list[int]]:
+        """What passes one after another make of the likeliest tokens (`chains_on_pages`)."""
+        tokens = tokens[: self._widths[1]]
+        return chains_on_pages(self._program, batch, self.cache, features, lengths, tokens)
 
     def _kept(self, features: Any, rows: Any) -> tuple[Any, Any]:
         kept = kernels.pick(features, rows)

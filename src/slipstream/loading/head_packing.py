@@ -1,7 +1,7 @@
 """Packing a head for the native kernels, beside a packed target.
 
-Matrices become 5-bit (Q5_1: groups of 32 columns with a scale and a minimum, 6 bits a weight in all).
-A draft may be anything, so all that rounding can cost is a little acceptance: 0.3 % of the tokens a
+Matrices become 5-bit (Q5_1: groups of 32 columns with a scale and a minimum, 6 bits a weight). A
+draft may be anything, so all that rounding can cost is a little acceptance: 0.3 % of the tokens a
 pass for SmolLM2's MTP head. A pass reads three eighths of what 16 bits would take.
 """
 

@@ -177,6 +177,8 @@ def run(
             "acceptance_length": 1 + sum(measured),
         },
     }
+    if start is not None and (before := start / "card.json").exists():
+        card["started_from"] = json.loads(before.read_text(encoding="utf-8"))
     _write_json(card, out / "card.json")
     return card
 

@@ -115,6 +115,7 @@ def test_a_run_goes_on_from_another_head(target, answer, tmp_path, method):
     )
     assert sum(losses[60:66]) < 0.9 * sum(losses[:6])
     assert (card["start"], card["draft_vocab_size"]) == ("first", 24)
+    assert card["started_from"]["schedule"]["num_steps"] == 60
     before, after = (load_head(method, tmp_path / name, target) for name in ("first", "second"))
     assert after.target_ids.tolist() == before.target_ids.tolist()
 

@@ -8,6 +8,10 @@ Real steps bring sampling, bookkeeping, other batch shapes and a machine that ot
 slows all steps alike goes into `speed`, quickly; what is peculiar to a number of rows into its
 `offset`, slowly. So plain decoding's estimate stays right while only speculative steps run.
 
+Who is thought dear is not tried, and what is not tried is not measured: one hiccup in the first step
+of some size would be believed for ever. So whatever larger steps and deeper drafts were seen to cost
+beyond those that run fades, until they are worth another look.
+
 No clock is read here: seconds come from whoever measured them.
 """
 
@@ -26,6 +30,8 @@ LARGEST_SURPRISE = 3.0
 # and by that offset when it has not been seen for a long time.
 SPEED_SHARE, OFFSET_SHARE, STALE_OFFSET_SHARE = 0.2, 0.1, 0.5
 STALE_STEPS = 64
+# What is left, with each step, of what larger ones cost beyond it.
+FADE = 0.99
 # Steps of up to so many times the most rows measured at load are guessed, and learnt from. Larger
 # ones, of long prompts, teach nothing.
 STRETCH = 4
@@ -113,6 +119,9 @@ class CostModel:
         share = OFFSET_SHARE + staleness * (STALE_OFFSET_SHARE - OFFSET_SHARE)
         before = self._offset[here] if self._num_seen[here] else self._offsets()[here]
         self._offset[here] = before * (1 + share * surprise)
+        for larger in range(here + 1, len(self._offset)):
+            if self._num_seen[larger]:
+                self._offset[larger] = _faded(self._offset[larger], self._offset[here])
         self._speed *= 1 + SPEED_SHARE * surprise
         self._num_seen[here] += 1
         self._last_seen[here] = self._num_steps
@@ -158,7 +167,7 @@ class DraftCosts:
     """
 
     SHARE = 0.2  # of a surprise taken over
-    FADE = 0.995  # what is left of a restart's cost each time that it forbids one
+    RESTART_FADE = 0.995  # what is left of a restart's cost each time that it forbids one
 
     def __init__(self) -> None:
         self.idle_sec = 0.0
@@ -209,10 +218,13 @@ class DraftCosts:
             # Of what seemed to cost nothing any time would be a surprise.
             most = LARGEST_SURPRISE * max(known, guess_sec)
             by_depth[depth] += self.SHARE * (min(sec, most) - known)
+        for deeper in by_depth:
+            if deeper > depth:
+                by_depth[deeper] = _faded(by_depth[deeper], by_depth[depth] * deeper / depth)
 
     def fade_restart(self) -> None:
         """Believe less in the cost of catching up, so that it is tried again some day."""
-        self.restart_sec *= self.FADE
+        self.restart_sec *= self.RESTART_FADE
 
     def _along(self, bucket: int, depth: Floats, guess_sec: float) -> Floats:
         """Through the depths measured for about so many sequences, and through 0 at depth 0."""
@@ -224,6 +236,11 @@ class DraftCosts:
         secs = np.array([0.0, *(s for _, s in measured)])
         per_level = secs[-1] / depths[-1]
         return np.interp(depth, depths, secs) + per_level * np.maximum(depth - depths[-1], 0.0)
+
+
+def _faded(cost: float, enough: float) -> float:
+    """A cost that was not seen in this step: less of it, but no less than would be natural."""
+    return max(FADE * cost, min(cost, enough))
 
 
 def _bucket(num_seqs: ArrayLike) -> NDArray[np.int64]:

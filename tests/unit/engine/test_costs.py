@@ -82,6 +82,42 @@ def test_a_hiccup_is_not_a_cost():
     assert costs.predict(1) < 2.0
 
 
+def test_a_hiccup_in_the_first_step_of_a_size_is_not_believed_for_ever():
+    """While nobody tries that size again, and plain steps go on as ever."""
+    costs = CostModel(TABLE)
+    for _ in range(20):
+        costs.observe(1, 0, 1, sec=1.0)
+    costs.observe(4, 0, 1, sec=9.0)
+    assert costs.predict(4) / costs.predict(1) > 2
+    for _ in range(150):
+        costs.observe(1, 0, 1, sec=1.0)
+    assert costs.predict([1, 4]) == pytest.approx([1.0, 1.3], rel=0.05)
+
+
+def test_what_smaller_steps_cost_does_not_fade():
+    costs = CostModel(TABLE)
+    for _ in range(30):
+        costs.observe(1, 0, 1, sec=1.2)
+        costs.observe(4, 0, 1, sec=1.3)
+    for _ in range(100):
+        costs.observe(4, 0, 1, sec=1.3)
+    assert costs.predict([1, 4]) == pytest.approx([1.2, 1.3], rel=0.05)
+
+
+def test_a_hiccup_in_the_first_deep_draft_is_not_believed_for_ever():
+    costs = DraftCosts()
+    for depth, sec in ((1, 0.1), (4, 9.0)):
+        costs.observe(1, depth, sec, is_restart=False, guess_sec=0.1)
+    assert costs.predict(1, 4, 0.1) == 9.0
+    for _ in range(400):
+        costs.observe(1, 1, 0.1, is_restart=False, guess_sec=0.1)
+    assert costs.predict(1, [1, 4], 0.1) == pytest.approx([0.1, 0.4])
+    # Drafts that cost the same at any depth, as lookup's do, stay cheap.
+    costs.observe(1, 8, 0.1, is_restart=False, guess_sec=0.1)
+    costs.observe(1, 1, 0.1, is_restart=False, guess_sec=0.1)
+    assert costs.predict(1, 8, 0.1) == pytest.approx(0.1)
+
+
 def test_long_prompts_teach_nothing():
     costs = CostModel(TABLE)
     before = costs.predict(np.arange(1, 64))

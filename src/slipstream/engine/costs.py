@@ -8,9 +8,9 @@ Real steps bring sampling, bookkeeping, other batch shapes and a machine that ot
 slows all steps alike goes into `speed`, quickly; what is peculiar to a number of rows into its
 `offset`, slowly. So plain decoding's estimate stays right while only speculative steps run.
 
-Who is thought dear is not tried, and what is not tried is not measured: one hiccup in the first step
-of some size would be believed for ever. So whatever larger steps and deeper drafts were seen to cost
-beyond those that run fades, until they are worth another look.
+What is thought dear is not tried, and what is not tried is not measured: a hiccup in the first
+step of some size would be believed for ever. So what larger steps and deeper drafts cost beyond
+those that run fades, until they are worth another look.
 
 No clock is read here: seconds come from whoever measured them.
 """

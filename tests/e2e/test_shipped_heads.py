@@ -34,7 +34,7 @@ def test_their_cards_say_what_they_are(method: str) -> None:
     assert (card["method"], card["target"], card["data"]) == (method, TARGET, "builtin")
     assert card["commit"] and card["schedule"]["num_steps"] > 0
     assert not any(part.startswith("/") for part in card["argv"])
-    least = {"eagle3": 1.9, "medusa": 1.5, "mtp": 2.35}  # chains, on answers held out
+    least = {"eagle3": 1.9, "medusa": 1.5, "mtp": 2.45}  # chains, on answers held out
     assert card["held_out"]["acceptance_length"] > least[method]
 
 

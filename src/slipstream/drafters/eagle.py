@@ -58,7 +58,8 @@ class _Pages:
         num_skipped: pairs of the prompt left out because their features were never seen.
         waiting: what the head reads of the pairs behind all those, [n, F] each.
         num_waiting: how many these are.
-        root, growth: the tree drafted last, and how many tokens were committed then.
+        root, growth: the tree drafted last, and how many tokens were committed then. Of chains drafted
+            in one call nothing is kept: nobody chooses by what they were worth.
     """
 
     num_valid: int
@@ -119,8 +120,9 @@ class EagleDrafter:
             pages = self._pages.get(seq.seq_id)
             if pages is None or pages.num_known < len(seq.tokens) - 1 or not pages.num_waiting:
                 continue  # nothing to continue from: its prompt is being computed
-            pages.growth.follow(seq.tokens[pages.root :], self._grower.acceptance)
-            pages.growth = Growth()
+            if pages.growth.tokens:
+                pages.growth.follow(seq.tokens[pages.root :], self._grower.acceptance)
+                pages.growth = Growth()
             run = self._grower.run(index, seq, budget)
             if run is not None:
                 runs.append(run)

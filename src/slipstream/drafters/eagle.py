@@ -58,8 +58,8 @@ class _Pages:
         num_skipped: pairs of the prompt left out because their features were never seen.
         waiting: what the head reads of the pairs behind all those, [n, F] each.
         num_waiting: how many these are.
-        root, growth: the tree drafted last, and how many tokens were committed then. Of chains drafted
-            in one call nothing is kept: nobody chooses by what they were worth.
+        root, growth: the tree drafted last, and how many tokens were committed then. Nothing is
+            kept of a chain drafted in one call: nobody chooses by what it was worth.
     """
 
     num_valid: int
